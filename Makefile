@@ -1,0 +1,50 @@
+# `make demo` and `make test` need Python 3.11+, pip and make, nothing else.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test test-slow lint format bench clean
+
+help:
+	@echo "make demo        producers and a trainer around one buffer, with the ledger at the end"
+	@echo "make test        all tests (a few minutes)"
+	@echo "make test-slow   soak runs"
+	@echo "make lint        ruff and mypy --strict"
+	@echo "make bench       every benchmark, quick settings (BENCH_ARGS= for the full ones)"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Forebay needs Python 3.11 or newer; set PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $(STAMP)
+
+demo: setup
+	@$(BIN)/python examples/producers_and_trainer.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+BENCH_ARGS ?= --quick
+bench: setup
+	@status=0; for script in bench/[a-z]*.py; do \
+	    echo "== $$script $(BENCH_ARGS)"; \
+	    $(BIN)/python $$script $(BENCH_ARGS) || status=1; \
+	done; exit $$status
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist bench/results
