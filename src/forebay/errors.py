@@ -1,0 +1,101 @@
+"""The exceptions of Forebay.
+
+    ForebayError
+    ├── InvalidInput (ValueError)      what was handed in cannot be right; nothing was changed
+    │   ├── InvalidGroup               members that do not make a group: mixed, unequal lengths, bad ids
+    │   │   └── DuplicateGroup         a group of this identity is already there
+    │   ├── InvalidQuery               a query that names no field, no operator, or a wrong operand
+    │   └── InvalidConfig              settings that contradict each other, or that must deadlock
+    ├── PolicyError                    a policy of the user's own chose what it was not offered
+    ├── WaitTimeout (TimeoutError)     a wait ran out of time; carries what it was waiting for
+    ├── NoRoom                         the capacity is used up just now (a wait for room handles it)
+    ├── LostLease                      the holder no longer holds what it tries to give back
+    ├── CursorMoved                    another producer drew from this task in between
+    ├── BufferClosed                   the buffer was closed
+    └── WrongEventLoop                 used from another event loop than the one it lives on
+
+Every message says what was asked, what was found, and what to do about it.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BufferClosed",
+    "CursorMoved",
+    "DuplicateGroup",
+    "ForebayError",
+    "InvalidConfig",
+    "InvalidGroup",
+    "InvalidInput",
+    "InvalidQuery",
+    "LostLease",
+    "NoRoom",
+    "PolicyError",
+    "WaitTimeout",
+    "WrongEventLoop",
+]
+
+
+class ForebayError(Exception):
+    """Everything that Forebay raises on purpose."""
+
+
+class InvalidInput(ForebayError, ValueError):
+    """An argument cannot be right. Nothing was changed."""
+
+
+class InvalidGroup(InvalidInput):
+    """Samples that do not make a group."""
+
+
+class DuplicateGroup(InvalidGroup):
+    """A group of this task and group_id is already there, or has already ended."""
+
+
+class InvalidQuery(InvalidInput):
+    """A query that does not fit the schema of the records."""
+
+
+class InvalidConfig(InvalidInput):
+    """Settings that contradict each other, or under which a wait could never end."""
+
+
+class PolicyError(ForebayError):
+    """`choose` of a user's policy returned something other than a choice among its rows."""
+
+
+class WaitTimeout(ForebayError, TimeoutError):
+    """A wait ran out of time; nothing was taken. `explanation` is what `explain_wait()` said then."""
+
+    def __init__(self, what: str, timeout_s: float, explanation: str) -> None:
+        super().__init__(f"{what}: not within {timeout_s:g} s\n{explanation}")
+        self.timeout_s = timeout_s
+        self.explanation = explanation
+
+
+class NoRoom(ForebayError):
+    """The capacity is used up. The buffer waits for room; only storages raise this."""
+
+
+class LostLease(ForebayError):
+    """What the caller tries to give back is no longer its own. Drop the work: someone else has it."""
+
+
+class CursorMoved(ForebayError):
+    """The task was drawn from in between; `cursor` is where it stands now."""
+
+    def __init__(self, task_name: str, expected: int, cursor: int) -> None:
+        super().__init__(
+            f"task {task_name!r} was to be drawn at group {expected}, but stands at {cursor}: another "
+            "producer draws from it; build the prompts for the new position and try again"
+        )
+        self.task_name = task_name
+        self.cursor = cursor
+
+
+class BufferClosed(ForebayError):
+    """The buffer was closed while, or before, it was used."""
+
+
+class WrongEventLoop(ForebayError):
+    """A buffer lives on one event loop at a time; `forebay.blocking` serves other threads."""

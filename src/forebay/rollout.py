@@ -1,0 +1,358 @@
+"""What a sample is, and what follows from a sample or a group alone.
+
+A sample is one prompt with one response; a group is the samples that share a prompt. Everything here is
+a pure function of its arguments: nothing stores, waits or knows about train steps (see `staleness`).
+
+Token columns (`prompt_ids`, `response_ids`, `logprobs`, ...) may be lists or one-dimensional numpy
+arrays; what goes in comes out. `version_spans` says which weights generated the response: runs of
+(model step, number of tokens), aligned with `response_ids` from its first token on.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
+
+import msgspec
+from numpy import floating, integer, ndarray
+from numpy.typing import NDArray
+
+from forebay.errors import InvalidGroup
+
+__all__ = [
+    "Group",
+    "RolloutState",
+    "SampleParams",
+    "Status",
+    "TokenColumn",
+    "VersionSpans",
+    "finish_status",
+    "freeze_arrays",
+    "group_bytes",
+    "group_reward",
+    "group_status",
+    "group_tokens",
+    "reset_response",
+    "versioned_tokens",
+]
+
+TokenColumn: TypeAlias = "list[int] | list[float] | NDArray[Any]"
+VersionSpans: TypeAlias = "tuple[tuple[int, int], ...]"
+
+
+class Status(enum.StrEnum):
+    """What a sample, or a group, is."""
+
+    INIT = "init"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    EXPIRED = "expired"
+    FAILED = "failed"
+    FILTERED = "filtered"
+    ARCHIVED = "archived"
+
+    # Statuses key every index and counter; Enum's own hash is a Python call and costs ten times as much.
+    __hash__ = str.__hash__
+
+
+class SampleParams(msgspec.Struct, kw_only=True, frozen=True, gc=False):
+    """How the engine shall sample. None leaves the choice to the engine."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+class RolloutState(msgspec.Struct, kw_only=True, gc=False):
+    """One prompt with one response. Only `message` is required.
+
+    Not tracked by Python's cycle collector (`gc=False`): a buffer of 100,000 groups would otherwise stop
+    the event loop for half a second at a time. Do not build cycles through a sample.
+    """
+
+    # identity
+    task_name: str | None = None
+    group_id: int | None = None
+    rollout_id: int | None = None
+    segment: int = 0
+    num_tries: int = 0
+    attempt: int | None = None  # which hand-out of its group this is; set by the buffer, fences old holders
+
+    # prompt
+    message: list[dict[str, Any]]
+    prompt_ids: TokenColumn | None = None
+    data_source: Any = None
+    reward_model: dict[str, Any] | None = None
+    mm_info: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+
+    # engine input
+    session_id: int | str | None = None
+    tokens: TokenColumn | None = None
+    sample_params: SampleParams | None = None
+
+    # engine output
+    response: str | None = None
+    response_ids: TokenColumn | None = None
+    logprobs: TokenColumn | None = None
+    response_mask: TokenColumn | None = None
+    version_spans: VersionSpans = ()
+    finish_reason: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    routed_experts: Any = None
+
+    # training view
+    input_ids: TokenColumn | None = None
+    labels: TokenColumn | None = None
+    reward: dict[str, Any] | None = None
+
+    # state
+    status: Status = Status.INIT
+    seq_staleness: int = 0
+    error_msg: str | None = None
+    extra_fields: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    if TYPE_CHECKING:
+
+        def __copy__(self) -> Self: ...
+
+    @property
+    def response_model_steps(self) -> list[int]:
+        """The model step of every versioned token, in order; assign a list to set `version_spans`.
+
+        >>> state = RolloutState(message=[], version_spans=((1, 2), (4, 1)))
+        >>> state.response_model_steps
+        [1, 1, 4]
+        >>> state.response_model_steps = [3, 3, 5]
+        >>> state.version_spans
+        ((3, 2), (5, 1))
+        """
+        return [step for step, tokens in self.version_spans for _ in range(tokens)]
+
+    @response_model_steps.setter
+    def response_model_steps(self, steps: Sequence[int]) -> None:
+        spans: list[tuple[int, int]] = []
+        for step in steps:
+            if spans and spans[-1][0] == step:
+                spans[-1] = (spans[-1][0], spans[-1][1] + 1)
+            else:
+                spans.append((int(step), 1))
+        self.version_spans = tuple(spans)
+
+
+Group: TypeAlias = "tuple[RolloutState, ...]"
+
+_FIRST_OF = (Status.FAILED, Status.EXPIRED, Status.ABORTED, Status.FILTERED, Status.INIT)
+
+
+def group_status(group: Sequence[RolloutState]) -> Status:
+    """All COMPLETED: COMPLETED; else the first of FAILED, EXPIRED, ABORTED, FILTERED, INIT; else ARCHIVED."""
+    statuses = {state.status for state in group}
+    if len(statuses) == 1:
+        return statuses.pop()
+    for status in _FIRST_OF:
+        if status in statuses:
+            return status
+    if not statuses:
+        raise InvalidGroup("a group without members has no status")
+    return Status.ARCHIVED
+
+
+def finish_status(finish_reason: str | None) -> Status:
+    """The status that an engine's finish reason stands for, whatever its case.
+
+    >>> [str(finish_status(reason)) for reason in ("stop", "LENGTH", "abort", "weird", None)]
+    ['completed', 'completed', 'aborted', 'failed', 'failed']
+    """
+    match (finish_reason or "").lower():
+        case "stop" | "length" | "tool_calls":
+            return Status.COMPLETED
+        case "abort":
+            return Status.ABORTED
+        case _:
+            return Status.FAILED
+
+
+def versioned_tokens(state: RolloutState) -> int:
+    """How many tokens of a sample carry a version: its response, or else its agent trace."""
+    if state.response_ids is not None:
+        return len(state.response_ids)
+    if state.input_ids is not None:
+        return len(state.input_ids)
+    if state.labels is not None:
+        return len(state.labels)
+    return 0
+
+
+def group_tokens(group: Sequence[RolloutState]) -> int:
+    """How many generated tokens a group holds."""
+    return sum(versioned_tokens(state) for state in group)
+
+
+def group_reward(group: Sequence[RolloutState]) -> float | None:
+    """The mean score of a group; None if a member has none."""
+    total = 0.0
+    for state in group:
+        reward = state.reward
+        if reward is None:
+            return None
+        score = reward.get("score") if isinstance(reward, dict) else math.nan
+        if score is None:
+            return None
+        if not _is_finite(score):
+            raise InvalidGroup(
+                f"reward of rollout {state.rollout_id} of group {state.group_id} is {reward!r}; expected a dict whose "
+                "'score', if it has one, is a finite number"
+            )
+        total += float(score)
+    if not math.isfinite(total):
+        raise InvalidGroup(f"the scores of group {group[0].group_id} add up beyond what a number holds")
+    return total / len(group)
+
+
+def _is_finite(value: object) -> bool:
+    if isinstance(value, (float, floating, int, integer)):
+        try:
+            return math.isfinite(value)
+        except OverflowError:  # a whole number that no float holds
+            return False
+    return False
+
+
+def reset_response(state: RolloutState) -> RolloutState:
+    """A copy with its prompt only, ready to be generated again; status and tries stay.
+
+    Message, prompt, multimodal input, ids and `extra_fields` stay; `tokens` becomes a copy of `prompt_ids`.
+    """
+    fresh = state.__copy__()
+    prompt_ids = state.prompt_ids
+    fresh.tokens = None if prompt_ids is None else prompt_ids.copy()
+    fresh.response = None
+    fresh.response_ids = None
+    fresh.logprobs = None
+    fresh.response_mask = None
+    fresh.version_spans = ()
+    fresh.finish_reason = None
+    fresh.tool_calls = None
+    fresh.routed_experts = None
+    fresh.input_ids = None
+    fresh.labels = None
+    fresh.reward = None
+    fresh.error_msg = None
+    fresh.seq_staleness = 0
+    fresh.segment = 0
+    return fresh
+
+
+# --- sizes --------------------------------------------------------------------------------------------
+
+
+def freeze_arrays(group: Sequence[RolloutState]) -> None:
+    """Make the token columns of a group read-only where they are numpy arrays."""
+    prompt_ids = None
+    for state in group:
+        if state.prompt_ids is not prompt_ids:  # members share their prompt
+            prompt_ids = state.prompt_ids
+            if isinstance(prompt_ids, ndarray):
+                prompt_ids.setflags(write=False)
+        columns = (state.response_ids, state.logprobs, state.response_mask, state.tokens, state.input_ids, state.labels)
+        for column in columns:
+            if column is not None and type(column) is not list:
+                column.setflags(write=False)  # type: ignore[union-attr]
+
+
+def group_bytes(group: Sequence[RolloutState]) -> int:
+    """The size of a group: array buffers, 8 per list item or number, and text as UTF-8.
+
+    Prompt fields that members share (the same object) count once: the prompt is stored once for a group.
+    """
+    first = group[0]
+    size = 0
+    for index, state in enumerate(group):
+        for column in (state.response_ids, state.logprobs, state.response_mask, state.tokens):
+            if column is not None:
+                size += 8 * len(column) if type(column) is list else column.nbytes  # type: ignore[union-attr]
+        response = state.response
+        if response is not None:
+            size += len(response) if response.isascii() else _text_bytes(response)
+        reward = state.reward
+        if reward is not None:
+            flat = len(reward) == 1 and type(reward.get("score")) is float
+            size += _SCORE_BYTES if flat else _value_bytes(reward)
+        for value in (state.input_ids, state.labels, state.tool_calls, state.routed_experts, state.error_msg):
+            if value is not None:
+                size += _value_bytes(value)
+        if state.extra_fields:
+            size += _value_bytes(state.extra_fields)
+        if state is first:
+            prompt = [getattr(state, name) for name in _PROMPT_FIELDS]
+            size += sum([_value_bytes(value) for value in prompt if value is not None])
+        elif not (
+            state.message is first.message
+            and state.prompt_ids is first.prompt_ids
+            and state.mm_info is first.mm_info
+            and state.reward_model is first.reward_model
+            and state.data_source is first.data_source
+            and state.tools is first.tools
+            and state.tool_choice is first.tool_choice
+        ):
+            for name in _PROMPT_FIELDS:
+                value = getattr(state, name)
+                counted = [getattr(other, name) for other in group[:index]]
+                if not any(value is other for other in counted):
+                    size += _value_bytes(value)
+    return size
+
+
+_PROMPT_FIELDS = ("message", "prompt_ids", "mm_info", "reward_model", "data_source", "tools", "tool_choice")
+_SCORE_BYTES = len("score") + 8
+
+
+def _text_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+
+
+def _value_bytes(value: Any) -> int:
+    # A stack instead of recursion: user data may be nested deeper than Python recurses. Numbers and texts, which
+    # are nearly everything, are counted in place.
+    size = 0
+    stack = [value]
+    while stack:
+        value = stack.pop()
+        kind = type(value)
+        if kind is dict:
+            items: Sequence[Any] = [*value, *value.values()]
+        elif kind is list or kind is tuple:
+            if set(map(type, value)) <= _NUMBERS:
+                size += 8 * len(value)
+                continue
+            size += 8 * sum(type(item) not in _NUMBERS for item in value)
+            items = value
+        else:
+            items = (value,)
+        for item in items:
+            kind = type(item)
+            if kind in _NUMBERS:
+                size += 8
+            elif kind is str:
+                size += _text_bytes(item)
+            elif kind in _CONTAINERS:
+                stack.append(item)
+            elif kind is bytes or kind is bytearray:
+                size += len(item)
+            elif item is not None:
+                size += int(getattr(item, "nbytes", 8))
+    return size
+
+
+_NUMBERS = frozenset((int, float, bool))
+_CONTAINERS = frozenset((dict, list, tuple))
