@@ -1,0 +1,185 @@
+"""Where a group can be, how it can end, and which moves between them are legal.
+
+The ledger is closed (guarantee G1): per task, `issued` equals the groups in flight, buffered and leased plus
+those that ended as trained, filtered, failed or discarded. This file is the table of moves and the account of
+a task; it stores no groups. A storage keeps the counts in step with its rows and asks here before it moves one.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TypeAlias
+
+import msgspec
+
+from forebay.errors import InvalidInput
+from forebay.rollout import Status
+from forebay.staleness import Floors, Limits
+
+__all__ = [
+    "MOVES",
+    "OTHER_REASONS",
+    "Account",
+    "End",
+    "Event",
+    "LedgerLine",
+    "Place",
+    "Watermark",
+    "arrival_event",
+    "check_move",
+    "close_line",
+    "take_event",
+]
+
+
+class Place(enum.StrEnum):
+    """Where a group that has a row is."""
+
+    IN_FLIGHT = "in_flight"  # a producer holds it
+    BUFFERED = "buffered"
+    LEASED = "leased"  # a trainer holds it
+    ARCHIVED = "archived"  # it ended as trained and is kept to be looked at; outside every count but its end
+
+    __hash__ = str.__hash__
+
+
+class End(enum.StrEnum):
+    """How a group leaves for good."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    DISCARDED = "discarded"
+
+    __hash__ = str.__hash__
+
+
+class Event(enum.StrEnum):
+    """What moves a group."""
+
+    DRAWN = "a prompt is drawn"
+    PUT = "a group is put by hand"
+    RETURNED = "a drawn group comes back"
+    FILTERED = "the filter rejects it"
+    SPENT = "its tries are spent"
+    STALE = "it is stale and not retryable"
+    ABANDONED = "its producer was cancelled or died"
+    LEASED = "it is leased to a trainer"
+    ACKED = "the trainer acknowledges it"
+    REJECTED = "the trainer rejects it"
+    NACKED = "the trainer gives it back, or lost its lease"
+    TAKEN = "it is taken for good"
+    REDRAWN = "it is drawn again"
+    TAKEN_FAILED = "it was put by hand as failed, and is taken"
+    TAKEN_FILTERED = "it was put by hand as filtered, and is taken"
+    DISCARDED = "it is discarded by a query"
+
+    __hash__ = str.__hash__
+
+
+Target: TypeAlias = "Place | End"
+
+MOVES: dict[Event, tuple[frozenset[Place | None], Target]] = {
+    Event.DRAWN: (frozenset({None}), Place.IN_FLIGHT),
+    Event.PUT: (frozenset({None}), Place.BUFFERED),
+    Event.RETURNED: (frozenset({Place.IN_FLIGHT}), Place.BUFFERED),
+    Event.FILTERED: (frozenset({Place.IN_FLIGHT}), End.FILTERED),
+    Event.SPENT: (frozenset({Place.IN_FLIGHT}), End.FAILED),
+    # A group put by hand can be stale on arrival: it is issued and discarded in one step.
+    Event.STALE: (frozenset({None, Place.IN_FLIGHT, Place.BUFFERED}), End.DISCARDED),
+    Event.ABANDONED: (frozenset({Place.IN_FLIGHT}), Place.BUFFERED),
+    Event.LEASED: (frozenset({Place.BUFFERED}), Place.LEASED),
+    Event.ACKED: (frozenset({Place.LEASED}), End.TRAINED),
+    Event.REJECTED: (frozenset({Place.LEASED}), End.DISCARDED),
+    Event.NACKED: (frozenset({Place.LEASED}), Place.BUFFERED),
+    Event.TAKEN: (frozenset({Place.BUFFERED}), End.TRAINED),
+    Event.REDRAWN: (frozenset({Place.BUFFERED}), Place.IN_FLIGHT),
+    Event.TAKEN_FAILED: (frozenset({Place.BUFFERED}), End.FAILED),
+    Event.TAKEN_FILTERED: (frozenset({Place.BUFFERED}), End.FILTERED),
+    Event.DISCARDED: (frozenset({Place.BUFFERED}), End.DISCARDED),
+}
+"""From which places an event may move a group, and where to. None: it has no row yet."""
+
+
+def check_move(event: Event, place: Place | None) -> Target:
+    """Where `event` moves a group that is at `place`; InvalidInput if it may not."""
+    origins, target = MOVES[event]
+    if place not in origins:
+        allowed = ", ".join(sorted(str(origin) for origin in origins))
+        raise InvalidInput(f"{event.value!r} moves groups from {allowed}; this one is at {place}")
+    return target
+
+
+def take_event(status: Status) -> Event:
+    """What taking a group of this status for good, without a lease, does to it."""
+    match status:
+        case Status.INIT | Status.ABORTED | Status.EXPIRED:
+            return Event.REDRAWN
+        case Status.FAILED:
+            return Event.TAKEN_FAILED
+        case Status.FILTERED:
+            return Event.TAKEN_FILTERED
+        case _:
+            return Event.TAKEN
+
+
+def arrival_event(place: Place | None, status: Status, *, stale: bool) -> Event:
+    """What it means that a group of this status is put: by hand (no place yet), or back from its producer."""
+    if stale:
+        return Event.STALE
+    if place is None:
+        return Event.PUT
+    if status is Status.FILTERED:
+        return Event.FILTERED
+    return Event.SPENT if status is Status.FAILED else Event.RETURNED
+
+
+class Watermark(msgspec.Struct, frozen=True, gc=False):
+    """The train step that a task was last judged for, and the limits that it was judged by."""
+
+    train_step: int
+    limits: Limits
+
+    @property
+    def floors(self) -> Floors:
+        return self.limits.floors(self.train_step)
+
+
+OTHER_REASONS = "(other reasons)"
+_MAX_REASONS = 256
+_MAX_REASON_CHARACTERS = 200
+
+
+class Account(msgspec.Struct, kw_only=True):
+    """What is known of a task beyond its rows: how many groups were issued, how they ended, and why."""
+
+    issued: int = 0
+    cursor: int = 0  # groups drawn from the data set; the group_id of the next one
+    next_hand_id: int = -1  # the group_id of the next group put by hand without one
+    ended: dict[End, int] = msgspec.field(default_factory=dict)
+    ended_tokens: dict[End, int] = msgspec.field(default_factory=dict)
+    reasons: dict[str, int] = msgspec.field(default_factory=dict)
+    reset_tokens: int = 0  # tokens thrown away because their member expired
+    watermark: Watermark | None = None
+    source_state: bytes | None = None  # of an iterable loader, as of the cursor
+
+    def end(self, end: End, tokens: int, reason: str | None, *, groups: int = 1) -> None:
+        """Book groups out. Reasons are kept up to a number of distinct ones: messages may hold anything."""
+        self.ended[end] = self.ended.get(end, 0) + groups
+        self.ended_tokens[end] = self.ended_tokens.get(end, 0) + tokens
+        if end is not End.TRAINED:
+            reason = (reason or end.value)[:_MAX_REASON_CHARACTERS]
+            if reason not in self.reasons and len(self.reasons) >= _MAX_REASONS:
+                reason = OTHER_REASONS
+            self.reasons[reason] = self.reasons.get(reason, 0) + groups
+
+
+LedgerLine: TypeAlias = "dict[str, int]"
+
+
+def close_line(account: Account, places: dict[Place, int], *, tokens: bool = False) -> LedgerLine:
+    """The ledger of one task. In tokens, `issued` is what the groups hold now or held when they ended."""
+    ended = account.ended_tokens if tokens else account.ended
+    line = {str(place): places.get(place, 0) for place in (Place.IN_FLIGHT, Place.BUFFERED, Place.LEASED)}
+    line |= {str(end): ended.get(end, 0) for end in End}
+    return {"issued": sum(line.values()) if tokens else account.issued, **line}

@@ -1,0 +1,158 @@
+"""What is known of a group without opening it: its record.
+
+Policies, queries, counts and inspection work on records and never touch a payload. `describe` computes the
+part that follows from the samples, in one place, whenever a group is put or revised; the rest (place, owner,
+attempt, lease, times) belongs to the storage. Records are frozen: a change makes a new one, so that a list of
+them is a consistent snapshot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from forebay.errors import InvalidInput
+from forebay.ledger import Place
+from forebay.rollout import Group, RolloutState, Status, group_bytes, group_reward, group_status, group_tokens
+from forebay.staleness import Floors, group_newest_step, group_oldest_step, group_token_step
+
+__all__ = ["Facts", "Record", "Row", "Scalar", "Tags", "check_tags", "describe", "identify", "is_fresh", "present"]
+
+Scalar: TypeAlias = "str | int | float | bool | None"
+Tags: TypeAlias = "Mapping[str, Scalar]"
+
+NO_TAGS: Tags = {}
+
+
+class Facts(msgspec.Struct, frozen=True, gc=False):
+    """What follows from the samples of a group alone."""
+
+    status: Status
+    samples: int
+    tokens: int
+    bytes: int
+    num_tries: int
+    reward: float | None
+    oldest_step: int | None
+    newest_step: int | None
+    token_step: int | None
+    given_staleness: int
+
+
+class Record(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """The metadata of one group."""
+
+    uid: int
+    timestamp_id: int  # number of its arrival; order ties resolve by it
+    task_name: str
+    group_id: int
+    status: Status
+    place: Place
+    samples: int
+    tokens: int
+    bytes: int
+    num_tries: int
+    reward: float | None
+    oldest_step: int | None
+    newest_step: int | None
+    token_step: int | None  # least over the members of the newest trainable step; see `staleness`
+    given_staleness: int  # `seq_staleness` as handed in, of a group without versions
+    created_at: float
+    moved_at: float  # when it came to its place
+    priority: float = 0.0
+    attempt: int = 0  # how often it was handed to a producer; fences the earlier ones
+    deliveries: int = 0  # how often it was leased to a trainer
+    revision: int = 0  # counts the changes of status and payload
+    owner: str | None = None  # who holds it, in flight or leased
+    lease_id: str | None = None
+    train_step: int | None = None  # for which it is leased, or was trained
+    tags: Tags = NO_TAGS
+
+
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """A record with its payload, as it is stored; `present` makes from it what is handed out."""
+
+    record: Record
+    group: Group
+
+
+def describe(group: Sequence[RolloutState]) -> Facts:
+    """The facts of a checked group."""
+    oldest = group_oldest_step(group)
+    versioned = oldest is not None
+    return Facts(
+        group_status(group),
+        len(group),
+        group_tokens(group),
+        group_bytes(group),
+        max([state.num_tries for state in group]),
+        group_reward(group),
+        oldest,
+        group_newest_step(group) if versioned else None,
+        group_token_step(group) if versioned else None,
+        0 if versioned else max([state.seq_staleness for state in group]),
+    )
+
+
+def is_fresh(record: Record, floors: Floors | None) -> bool:
+    """Whether no member of the group is below the floors."""
+    if floors is None:
+        return True
+    if floors.oldest is not None and record.oldest_step is not None and record.oldest_step < floors.oldest:
+        return False
+    return floors.token is None or record.token_step is None or record.token_step >= floors.token
+
+
+def identify(group: Group, task_name: str, group_id: int) -> None:
+    """Give the members of a group its identity as it is stored; no hand-out holds it. Missing ids are numbered."""
+    samples = len(group)
+    for index, state in enumerate(group):
+        state.task_name = task_name
+        state.group_id = group_id
+        state.attempt = None
+        if state.rollout_id is None:
+            state.rollout_id = group_id * samples + index
+
+
+def present(row: Row) -> list[RolloutState]:
+    """Shallow copies of the members as they are handed out, with what the record knows better.
+
+    The record is the authority on the attempt, and on a status that a move of the whole group brought about
+    (abandoned by its producer, archived).
+    """
+    record = row.record
+    members = [state.__copy__() for state in row.group]
+    if record.place is Place.IN_FLIGHT:
+        for state in members:
+            state.attempt = record.attempt
+    if record.status is Status.ARCHIVED:
+        for state in members:
+            state.status = Status.ARCHIVED
+    elif record.status is Status.ABORTED:
+        for state in members:
+            if state.status is not Status.COMPLETED:
+                state.status = Status.ABORTED
+    return members
+
+
+_MAX_TAGS = 64
+
+
+def check_tags(tags: Tags | None) -> Tags:
+    """Tags as a dict of its own; InvalidInput unless all are named plain values."""
+    if not tags:
+        return NO_TAGS
+    if len(tags) > _MAX_TAGS:
+        raise InvalidInput(f"{len(tags)} tags on one group; expected at most {_MAX_TAGS}")
+    for name, value in tags.items():
+        if type(name) is not str or not name:
+            raise InvalidInput(f"a tag is named {name!r}; expected a text that is not empty")
+        if value is not None and type(value) not in (str, int, float, bool):
+            raise InvalidInput(f"tag {name!r} is a {type(value).__name__}; expected a text, a number, a bool or None")
+        if type(value) is float and value != value:
+            raise InvalidInput(f"tag {name!r} is not a number (nan); expected one that can be compared")
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise InvalidInput(f"tag {name!r} is {value}; expected a whole number of at most 64 bits")
+    return dict(tags)
