@@ -1,0 +1,1 @@
+"""Where groups live: the contract (`base`) and the backends."""

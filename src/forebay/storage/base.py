@@ -1,0 +1,319 @@
+"""The contract of a storage: where groups live, and the only place where they move.
+
+A storage holds rows. A row is a record (metadata: status x place, see `record`) and a payload (the samples).
+It also keeps one account per task (`ledger.Account`: issued count, cursor, ends, reasons, watermark). This page
+is all that a backend's author needs; `forebay.testing.StorageConformance` proves the result.
+
+Promises of every operation
+- *One step.* It happens whole or not at all, and counts change with the rows: any one read sees a closed
+  ledger (G1) and whole groups (G2). If it raises, nothing changed.
+- *Legal moves only.* A row moves along `ledger.MOVES`; `check_move` is the authority. A move to an `End` books the
+  group out of the account with its reason and removes the row (or archives it, see `keep_trained`).
+- *Cancellation.* A call that is cancelled has no effect, or the backend undoes it: groups that a cancelled
+  `claim` had already moved go back. Nothing is ever held by a caller that never learned of it.
+- *Fencing.* Who gives back must still hold. A row in flight is held under (owner, attempt), a leased row under its
+  lease_id. `attempt` grows each time a row moves to in flight. Anyone else gets `LostLease`.
+- *Ownership.* What a call hands in belongs to the storage. What it hands out is shared and must be copied before a
+  user gets it, except groups that a claim took for good: those are the caller's own.
+- *Order.* `timestamp_id` numbers arrivals in the buffer; it is new at each `put`, and stays as it is over claims,
+  leases, returns from a lease, and revisions, so that a group comes back to its old place in the order.
+- *Wake-ups.* After a step that may let a waiter go on, every listener is called with the tasks concerned, from
+  any thread. A listener may be called too often, never too seldom (also after a reconnect).
+- *Free loop.* No operation holds the event loop for long however much is stored (G10); work in proportion to its
+  own batch is allowed.
+- *Clock.* Times and deadlines are the storage's own (for a server: the server's), never the callers'.
+
+A storage may be used by several owners (buffers) at once: in one process, or, if `shared`, in many. All of them
+must open it with the same settings.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Mapping, Sequence
+from typing import ClassVar, TypeAlias
+
+import msgspec
+
+from forebay.ledger import Account, Event, LedgerLine, Place, Watermark
+from forebay.policy import ARRIVAL, Choose, Order
+from forebay.query import Node
+from forebay.record import Facts, Record, Row, Tags
+from forebay.rollout import Group, Status
+from forebay.staleness import Floors
+
+__all__ = [
+    "Arrival",
+    "Claim",
+    "Claimed",
+    "Content",
+    "Holding",
+    "Listener",
+    "Purpose",
+    "Reaped",
+    "Revision",
+    "Settings",
+    "Snapshot",
+    "Storage",
+    "Usage",
+]
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a storage is told when it opens."""
+
+    order: Order = ARRIVAL
+    choose: Choose | None = None
+    max_groups: int | None = None
+    max_bytes: int | None = None
+    keep_trained: int = 0
+
+
+class Content(msgspec.Struct, frozen=True, gc=False):
+    """A group to be stored. `facts` are those of `describe(group)`; None leaves tags or priority as they are."""
+
+    group: Group
+    facts: Facts
+    tags: Tags | None = None
+    priority: float | None = None
+
+
+class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A group that is put: back from its producer, or by hand.
+
+    `group_id` None: a new group by hand; the storage gives it a negative id of its own. `attempt` None: by hand,
+    or back from the owner that holds it. `stale`: it was judged stale and not retryable; it ends at once.
+    """
+
+    task_name: str
+    content: Content
+    group_id: int | None = None
+    attempt: int | None = None
+    stale: bool = False
+    reason: str | None = None
+
+
+class Purpose(enum.Enum):
+    """What groups are claimed for."""
+
+    TAKE = "take"  # for good, see `ledger.take_event`
+    LEASE = "lease"  # for a trainer; needs lease_id and train_step
+    DRAW = "draw"  # to be generated again, least group_id first whatever the order
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """Which groups to claim.
+
+    For every task at most `wants[task]` buffered groups that have one of `statuses` (an earlier status before a
+    later one) and are fresh under both the task's watermark and `floors[task]`, in the order of the
+    settings. `whole`: all that is wanted of every task, or nothing.
+    """
+
+    wants: Mapping[str, int]
+    statuses: tuple[Status, ...]
+    purpose: Purpose
+    owner: str
+    whole: bool = False
+    floors: Mapping[str, Floors] = {}
+    lease_id: str | None = None
+    train_step: int | None = None
+
+
+Claimed: TypeAlias = "dict[str, list[Row]]"
+
+
+class Revision(msgspec.Struct, frozen=True, gc=False):
+    """A change of a buffered row; it applies only if the row still has this revision.
+
+    `content` None: the group is stale and not retryable; it ends as discarded.
+    """
+
+    uid: int
+    revision: int
+    content: Content | None
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """What one owner holds of one task at one place."""
+
+    task_name: str
+    place: Place
+    owner: str
+    groups: int
+    oldest_group_id: int
+    oldest_age_s: float
+
+
+class Reaped(msgspec.Struct, frozen=True):
+    """What came back from owners that stopped beating, and in how many seconds the next deadline is due."""
+
+    returned: Mapping[str, int]
+    next_s: float | None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What counts against the capacity: groups in flight, buffered and leased, and their bytes."""
+
+    groups: int
+    bytes: int
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Everything in a storage at one moment. `rows` streams in order of uid and may be iterated once."""
+
+    accounts: Mapping[str, Account]
+    next_uid: int
+    next_timestamp_id: int
+    rows: AsyncIterator[Row]
+
+
+Listener: TypeAlias = "Callable[[Collection[str]], None]"
+
+
+class Storage(ABC):
+    """Where groups live. See the top of this file for what every operation promises."""
+
+    shared: ClassVar[bool] = False
+    """Whether other processes can change it: leases then need a time limit."""
+
+    durable: ClassVar[bool] = False
+    """Whether what was acknowledged survives the process."""
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
+        """Make ready for an owner; `lease_s` None: it never expires. InvalidConfig if opened with other settings."""
+
+    @abstractmethod
+    async def close(self, owner: str) -> None:
+        """Release what the owner holds and forget it. Closing twice is allowed."""
+
+    @abstractmethod
+    def beat(self, owner: str) -> None:
+        """Renew the owner's deadline. Called from a thread of its own; must not touch the event loop."""
+
+    @abstractmethod
+    async def reap(self) -> Reaped:
+        """Release what owners hold whose deadline has passed; they are fenced from then on."""
+
+    @abstractmethod
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Call `listener` after changes; returns what ends that."""
+
+    # --- moves --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def issue(
+        self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
+    ) -> list[Record]:
+        """Write drawn prompts as rows in flight and advance the task's cursor, in one step.
+
+        They get the group ids `cursor`, `cursor` + 1, ... and attempt 1. CursorMoved unless the task's cursor
+        is `cursor`; NoRoom if they do not fit; DuplicateGroup if such an id was put by hand.
+        """
+
+    @abstractmethod
+    async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
+        """Store groups: all of them, or none. Returns their records as they are (or were when they ended).
+
+        Row in flight under this attempt (or, without one, held by this owner): it is back, see `arrival_event`.
+        No row and no attempt: by hand; NoRoom if it does not fit. An attempt that no longer holds: LostLease.
+        Otherwise, and for a drawn group that has ended (0 <= group_id < cursor): DuplicateGroup.
+        """
+
+    @abstractmethod
+    async def claim(self, claim: Claim) -> Claimed | None:
+        """Select, order, limit and move in one step. None if `whole` and not everything is there.
+
+        With a `choose` policy, TAKE and LEASE show it the first 1,024 rows that qualify, in arrival order.
+        """
+
+    @abstractmethod
+    async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None = None) -> None:
+        """ACKED, NACKED or REJECTED for rows of a lease: all of them, or LostLease if one is no longer held."""
+
+    @abstractmethod
+    async def release(self, owner: str) -> dict[str, int]:
+        """Give back all that an owner holds: in flight becomes ABORTED, leases are nacked. Groups by task."""
+
+    @abstractmethod
+    async def set_watermark(self, watermarks: Mapping[str, Watermark]) -> None:
+        """From now on nothing of these tasks leaves that is below the floors."""
+
+    @abstractmethod
+    async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
+        """Up to `limit` buffered rows of these EXPIRABLE statuses that are below the task's watermark."""
+
+    @abstractmethod
+    async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
+        """Change buffered rows in place; each one alone. False for one that has moved or changed meanwhile."""
+
+    @abstractmethod
+    async def discard(self, node: Node, reason: str) -> dict[str, int]:
+        """End every buffered group that matches, each one alone: others may act in between. Groups by task."""
+
+    @abstractmethod
+    async def set_priority(self, priorities: Mapping[int, float]) -> int:
+        """Set the priority of rows by uid; how many there were."""
+
+    # --- reads --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def count_statuses(
+        self, tasks: Collection[str], statuses: Collection[Status]
+    ) -> dict[str, dict[Status, int]]:
+        """Buffered groups by task and status; 0 for what is unknown."""
+
+    @abstractmethod
+    async def available(self, tasks: Collection[str], status: Status) -> dict[str, int]:
+        """Buffered groups of a status that are not below their task's watermark."""
+
+    @abstractmethod
+    async def ledger(self, *, tokens: bool = False) -> dict[str, LedgerLine]:
+        """The closed ledger of every task, as of one moment."""
+
+    @abstractmethod
+    async def account(self, task_name: str) -> Account:
+        """The account of a task (empty if unknown), as of one moment."""
+
+    @abstractmethod
+    async def accounts(self) -> dict[str, Account]:
+        """The accounts of all tasks."""
+
+    @abstractmethod
+    async def usage(self) -> Usage:
+        """What is used of the capacity."""
+
+    @abstractmethod
+    async def holdings(self) -> list[Holding]:
+        """Who holds what, oldest first."""
+
+    @abstractmethod
+    async def records(self, node: Node, limit: int | None) -> list[Record]:
+        """The records that match a tree (already without `staleness`), in order of uid, at any place."""
+
+    @abstractmethod
+    async def read(self, uid: int) -> Row | None:
+        """One row with its payload."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Buffered groups, as last seen by this process."""
+
+    # --- streams ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def snapshot(self) -> Snapshot:
+        """Everything, as of one moment, while others go on."""
+
+    @abstractmethod
+    async def restore(
+        self, accounts: Mapping[str, Account], next_uid: int, next_timestamp_id: int, rows: AsyncIterable[Row]
+    ) -> None:
+        """Fill an empty storage from a stream of rows in order of uid; visible when all of it is there.
+
+        Places, leases, attempts and revisions are kept as they come. InvalidInput if the storage is not empty
+        or the stream contradicts itself. Capacity does not count here.
+        """

@@ -1,0 +1,683 @@
+"""The rules of a storage that lives in this process, over any table of rows.
+
+`LocalStorage` decides what may move, who may move it and what is counted; a `Table` only finds, keeps and counts
+rows. MemoryStorage brings a table with indexes, PandasStorage a plain one. No operation awaits between its
+first look and its last change, which is what makes it one step on an event loop. Use it from one loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from forebay.errors import CursorMoved, DuplicateGroup, InvalidConfig, InvalidInput, LostLease, NoRoom
+from forebay.ledger import (
+    Account,
+    End,
+    Event,
+    LedgerLine,
+    Place,
+    Watermark,
+    arrival_event,
+    check_move,
+    close_line,
+    take_event,
+)
+from forebay.policy import CHOICE_ROWS, Order, checked_choice
+from forebay.query import Node, pins, predicate
+from forebay.record import NO_TAGS, Facts, Record, Row, identify
+from forebay.rollout import Status
+from forebay.staleness import EXPIRABLE, Floors
+from forebay.storage.base import (
+    Arrival,
+    Claim,
+    Claimed,
+    Content,
+    Holding,
+    Listener,
+    Purpose,
+    Reaped,
+    Revision,
+    Settings,
+    Snapshot,
+    Storage,
+    Usage,
+)
+from forebay.storage.table import Table
+
+__all__ = ["LocalStorage"]
+
+_ANY_AGE = Floors()
+
+_SLICE = 512
+"""Records looked at before the event loop gets its turn."""
+
+
+class LocalStorage(Storage):
+    """A storage over a table in this process."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._settings = Settings()
+        self._table = self._make_table(self._settings.order)
+        self._accounts: dict[str, Account] = {}
+        self._next_uid = 1
+        self._next_timestamp_id = 1
+        self._archived: deque[int] = deque()
+        self._deadlines: dict[str, tuple[float, float]] = {}  # owner: (lease_s, deadline)
+        self._open: set[str] = set()
+        self._listeners: list[Listener] = []
+        self._streams = 0  # snapshots under way; they still see groups that have left
+
+    @abstractmethod
+    def _make_table(self, order: Order) -> Table:
+        """An empty table that keeps this order."""
+
+    # --- life ---------------------------------------------------------------------------------------
+
+    async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
+        if settings != self._settings:
+            if self._open:
+                raise InvalidConfig(
+                    f"this storage is open with {self._settings}, and was to be opened with {settings}; all "
+                    "buffers on one storage need the same policy and limits"
+                )
+            rows = self._table.rows()
+            self._settings = settings
+            self._table = self._make_table(settings.order)
+            for row in rows:
+                self._table.add(row)
+        self._open.add(owner)
+        if lease_s is not None:
+            self._deadlines[owner] = (lease_s, self._clock() + lease_s)
+
+    async def close(self, owner: str) -> None:
+        await self.release(owner)
+        self._open.discard(owner)
+        self._deadlines.pop(owner, None)
+
+    def beat(self, owner: str) -> None:
+        known = self._deadlines.get(owner)
+        if known is not None:
+            self._deadlines[owner] = (known[0], self._clock() + known[0])
+
+    async def reap(self) -> Reaped:
+        if not self._deadlines:
+            return Reaped({}, None)
+        now = self._clock()
+        returned: dict[str, int] = {}
+        for owner, (_, deadline) in list(self._deadlines.items()):
+            if deadline <= now:
+                for task_name, groups in self._release(owner).items():
+                    returned[task_name] = returned.get(task_name, 0) + groups
+        self._notify(returned)
+        # An owner that is late holds nothing any more: only those who can still lose something have a deadline.
+        pending = [deadline for _, deadline in list(self._deadlines.values()) if deadline > now]
+        return Reaped(returned, min(pending) - now if pending else None)
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def _notify(self, tasks: Collection[str]) -> None:
+        if tasks:
+            for listener in tuple(self._listeners):
+                listener(tasks)
+
+    # --- moves --------------------------------------------------------------------------------------
+
+    async def issue(
+        self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
+    ) -> list[Record]:
+        account = self._accounts.get(task_name) or Account()
+        if account.cursor != cursor:
+            raise CursorMoved(task_name, cursor, account.cursor)
+        for group_id in range(cursor, cursor + len(contents)):
+            if self._table.find(task_name, group_id) is not None:
+                raise DuplicateGroup(
+                    f"group {group_id} of task {task_name!r} is to be drawn, but was put by hand; groups that are "
+                    "put by hand beside a sampler must have no group_id, or a negative one"
+                )
+        self._check_room(len(contents), sum(content.facts.bytes for content in contents))
+        account = self._account(task_name)
+        records = []
+        for group_id, content in enumerate(contents, cursor):
+            check_move(Event.DRAWN, None)
+            row = self._add(task_name, group_id, content, Place.IN_FLIGHT, owner=owner, attempt=1)
+            records.append(row.record)
+        account.issued += len(contents)
+        account.cursor += len(contents)
+        if source_state is not None:
+            account.source_state = source_state
+        return records
+
+    async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
+        places = self._check_arrivals(arrivals, owner)
+        return_tasks = {arrival.task_name for arrival in arrivals}
+        records = [self._arrive(arrival, row) for arrival, row in zip(arrivals, places, strict=True)]
+        self._notify(return_tasks)
+        return records
+
+    def _check_arrivals(self, arrivals: Sequence[Arrival], owner: str) -> list[Row | None]:
+        """The rows in flight that the arrivals bring back (None: by hand), or an error before anything changed."""
+        rows: list[Row | None] = []
+        named: set[tuple[str, int]] = set()
+        new_groups = new_bytes = 0
+        for arrival in arrivals:
+            group_id = arrival.group_id
+            row = None
+            if group_id is not None:
+                identity = (arrival.task_name, group_id)
+                if identity in named:
+                    raise DuplicateGroup(f"group {group_id} of task {arrival.task_name!r} stands twice in one put")
+                named.add(identity)
+                row = self._returning(arrival, group_id, owner)
+            rows.append(row)
+            if row is None and not arrival.stale:
+                new_groups += 1
+                new_bytes += arrival.content.facts.bytes
+        if new_groups:
+            self._check_room(new_groups, new_bytes)
+        return rows
+
+    def _returning(self, arrival: Arrival, group_id: int, owner: str) -> Row | None:
+        task_name, attempt = arrival.task_name, arrival.attempt
+        row = self._table.find(task_name, group_id)
+        if row is not None and row.record.place is Place.IN_FLIGHT:
+            if attempt == row.record.attempt or (attempt is None and row.record.owner == owner):
+                return row
+            raise LostLease(
+                f"group {group_id} of task {task_name!r} is in flight under attempt {row.record.attempt}, held by "
+                f"{row.record.owner}; attempt {attempt} of {owner} no longer holds it: drop this result"
+            )
+        if attempt is not None:
+            where = "has ended" if row is None else f"is {row.record.place}"
+            raise LostLease(
+                f"group {group_id} of task {task_name!r} {where}; attempt {attempt} no longer holds it: drop "
+                "this result"
+            )
+        if row is not None:
+            raise DuplicateGroup(f"group {group_id} of task {task_name!r} is already there: it is {row.record.place}")
+        account = self._accounts.get(task_name)
+        if account is not None and 0 <= group_id < account.cursor:
+            raise DuplicateGroup(f"group {group_id} of task {task_name!r} was drawn and has already ended")
+        return None
+
+    def _arrive(self, arrival: Arrival, row: Row | None) -> Record:
+        task_name, content = arrival.task_name, arrival.content
+        account = self._account(task_name)
+        place = None if row is None else row.record.place
+        target = check_move(arrival_event(place, content.facts.status, stale=arrival.stale), place)
+        if row is None:
+            group_id = arrival.group_id
+            if group_id is None:
+                group_id = self._hand_id(task_name, account)
+            account.issued += 1
+            row = self._add(task_name, group_id, content, Place.BUFFERED)
+            if isinstance(target, End):
+                self._end(row, target, arrival.reason)
+            return row.record
+        if isinstance(target, End):
+            last = Row(replace(row.record, tokens=content.facts.tokens, status=content.facts.status), content.group)
+            self._table.replace(row.record, last)
+            self._end(last, target, arrival.reason)
+            return last.record
+        identify(content.group, task_name, row.record.group_id)
+        record = replace(
+            _with_facts(row.record, content),
+            timestamp_id=self._take_timestamp_id(),
+            place=Place.BUFFERED,
+            owner=None,
+            moved_at=self._clock(),
+        )
+        self._table.replace(row.record, Row(record, content.group))
+        return record
+
+    async def claim(self, claim: Claim) -> Claimed | None:
+        chosen = self._choose(claim)
+        if chosen is None:
+            return None
+        claimed: Claimed = {task_name: [] for task_name in claim.wants}
+        for task_name, status, rows in chosen:
+            claimed[task_name] += self._claim_rows(task_name, status, rows, claim)
+        if claim.purpose is Purpose.TAKE:
+            self._notify([task_name for task_name, rows in claimed.items() if rows])
+        return claimed
+
+    def _choose(self, claim: Claim) -> list[tuple[str, Status, list[Row]]] | None:
+        table, choose = self._table, self._settings.choose
+        by_group = claim.purpose is Purpose.DRAW
+        chosen: list[tuple[str, Status, list[Row]]] = []
+        for task_name, wanted in claim.wants.items():
+            if claim.whole and sum(table.count(task_name, status) for status in claim.statuses) < wanted:
+                return None
+            floors = self._floors(task_name, claim.floors.get(task_name))
+            missing = wanted
+            for status in claim.statuses:
+                if missing <= 0:
+                    break
+                fresh = floors if status in EXPIRABLE else _ANY_AGE
+                if choose is None or by_group:
+                    rows = table.first(task_name, status, missing, fresh, by_group=by_group)
+                else:
+                    offered = table.first(task_name, status, CHOICE_ROWS, fresh, by_group=False)
+                    by_uid = {row.record.uid: row for row in offered}
+                    uids = checked_choice(choose, [row.record for row in offered], missing)
+                    rows = [by_uid[uid] for uid in uids]
+                missing -= len(rows)
+                chosen.append((task_name, status, rows))
+            if claim.whole and missing > 0:
+                return None
+        return chosen
+
+    def _claim_rows(self, task_name: str, status: Status, rows: list[Row], claim: Claim) -> list[Row]:
+        """Move buffered rows of one task and status to where the claim takes them."""
+        if claim.purpose is Purpose.LEASE:
+            event = Event.LEASED
+        else:
+            event = Event.REDRAWN if claim.purpose is Purpose.DRAW else take_event(status)
+        target = check_move(event, Place.BUFFERED)
+        if isinstance(target, End):
+            self._end_rows(task_name, rows, target, None)
+            if self._streams or self._settings.keep_trained:
+                return [Row(row.record, tuple([state.__copy__() for state in row.group])) for row in rows]
+            return rows
+        now = self._clock()
+        moved = []
+        for row in rows:
+            record = row.record
+            if target is Place.LEASED:
+                changed = replace(
+                    record,
+                    place=target,
+                    owner=claim.owner,
+                    lease_id=claim.lease_id,
+                    train_step=claim.train_step,
+                    deliveries=record.deliveries + 1,
+                    moved_at=now,
+                )
+            else:
+                changed = replace(record, place=target, owner=claim.owner, attempt=record.attempt + 1, moved_at=now)
+            row = Row(changed, row.group)
+            self._table.replace(record, row)
+            moved.append(row)
+        return moved
+
+    async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None = None) -> None:
+        rows = [self._table.get(uid) for uid in uids]
+        lost = sum(row is None or row.record.lease_id != lease_id for row in rows)
+        if lost:
+            raise LostLease(
+                f"{lost} of {len(uids)} groups of lease {lease_id} were taken away (its holder was thought dead, or "
+                "the buffer was closed or restored): nothing was settled, and these groups are handed out again"
+            )
+        tasks = set()
+        for row in rows:
+            assert row is not None
+            tasks.add(row.record.task_name)
+            target = check_move(event, row.record.place)
+            if isinstance(target, End):
+                self._end(row, target, reason)
+            else:
+                self._nack(row)
+        self._notify(tasks)
+
+    async def release(self, owner: str) -> dict[str, int]:
+        released = self._release(owner)
+        self._notify(released)
+        return released
+
+    def _release(self, owner: str) -> dict[str, int]:
+        released: dict[str, int] = {}
+        for row in self._table.held(owner):
+            record = row.record
+            if record.place is Place.LEASED:
+                self._nack(row)
+            else:
+                check_move(Event.ABANDONED, record.place)
+                abandoned = replace(
+                    record,
+                    place=Place.BUFFERED,
+                    status=Status.ABORTED,
+                    owner=None,
+                    timestamp_id=self._take_timestamp_id(),
+                    revision=record.revision + 1,
+                    moved_at=self._clock(),
+                )
+                self._table.replace(record, Row(abandoned, row.group))
+            released[record.task_name] = released.get(record.task_name, 0) + 1
+        return released
+
+    def _nack(self, row: Row) -> None:
+        record = row.record
+        check_move(Event.NACKED, record.place)
+        back = replace(record, place=Place.BUFFERED, owner=None, lease_id=None, train_step=None, moved_at=self._clock())
+        self._table.replace(record, Row(back, row.group))
+
+    async def set_watermark(self, watermarks: Mapping[str, Watermark]) -> None:
+        for task_name, watermark in watermarks.items():
+            self._account(task_name).watermark = watermark
+
+    async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
+        floors = self._floors(task_name, None)
+        rows: list[Row] = []
+        for status in statuses:
+            if len(rows) < limit:
+                rows += self._table.stale(task_name, status, floors, limit - len(rows))
+        return rows
+
+    async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
+        tasks = set()
+        applied = []
+        for revision in revisions:
+            row = self._table.get(revision.uid)
+            current = (
+                row is not None and row.record.revision == revision.revision and row.record.place is Place.BUFFERED
+            )
+            applied.append(current)
+            if not current:
+                continue
+            assert row is not None
+            record = row.record
+            tasks.add(record.task_name)
+            if revision.content is None:
+                target = check_move(Event.STALE, record.place)
+                assert isinstance(target, End)
+                self._end(row, target, "stale")
+            else:
+                account = self._account(record.task_name)
+                account.reset_tokens += max(0, record.tokens - revision.content.facts.tokens)
+                self._table.replace(record, Row(_with_facts(record, revision.content), revision.content.group))
+        self._notify(tasks)
+        return applied
+
+    async def discard(self, node: Node, reason: str) -> dict[str, int]:
+        matches = predicate(node)
+        discarded: dict[str, int] = {}
+        for looked_at, uid in enumerate(self._table.candidates(pins(node) | {"place": frozenset({Place.BUFFERED})})):
+            if looked_at % _SLICE == _SLICE - 1:
+                await asyncio.sleep(0)
+            row = self._table.get(uid)
+            if row is None or row.record.place is not Place.BUFFERED or not matches(row.record):
+                continue
+            target = check_move(Event.DISCARDED, row.record.place)
+            assert isinstance(target, End)
+            self._end(row, target, reason)
+            task_name = row.record.task_name
+            discarded[task_name] = discarded.get(task_name, 0) + 1
+        self._notify(discarded)
+        return discarded
+
+    async def set_priority(self, priorities: Mapping[int, float]) -> int:
+        changed = 0
+        for uid, priority in priorities.items():
+            row = self._table.get(uid)
+            if row is not None:
+                self._table.replace(row.record, Row(replace(row.record, priority=priority), row.group))
+                changed += 1
+        return changed
+
+    # --- reads --------------------------------------------------------------------------------------
+
+    async def count_statuses(
+        self, tasks: Collection[str], statuses: Collection[Status]
+    ) -> dict[str, dict[Status, int]]:
+        count = self._table.count
+        return {task_name: {status: count(task_name, status) for status in statuses} for task_name in tasks}
+
+    async def available(self, tasks: Collection[str], status: Status) -> dict[str, int]:
+        if status not in EXPIRABLE:
+            return {task_name: self._table.count(task_name, status) for task_name in tasks}
+        return {
+            task_name: self._table.count_fresh(task_name, status, self._floors(task_name, None)) for task_name in tasks
+        }
+
+    async def ledger(self, *, tokens: bool = False) -> dict[str, LedgerLine]:
+        return {
+            task_name: close_line(account, self._table.places(task_name, tokens=tokens), tokens=tokens)
+            for task_name, account in self._accounts.items()
+        }
+
+    async def account(self, task_name: str) -> Account:
+        return _copied(self._accounts.get(task_name) or Account())
+
+    async def accounts(self) -> dict[str, Account]:
+        return {task_name: _copied(account) for task_name, account in self._accounts.items()}
+
+    async def usage(self) -> Usage:
+        return self._table.usage()
+
+    async def holdings(self) -> list[Holding]:
+        now = self._clock()
+        held: dict[tuple[str, Place, str], list[Record]] = {}
+        for owner in self._table.owners():
+            for row in self._table.held(owner):
+                held.setdefault((row.record.task_name, row.record.place, owner), []).append(row.record)
+        holdings = []
+        for (task_name, place, owner), records in held.items():
+            oldest = min(records, key=lambda record: (record.moved_at, record.uid))
+            age_s = max(0.0, now - oldest.moved_at)
+            holdings.append(Holding(task_name, place, owner, len(records), oldest.group_id, age_s))
+        return sorted(holdings, key=lambda holding: -holding.oldest_age_s)
+
+    async def records(self, node: Node, limit: int | None) -> list[Record]:
+        matches = predicate(node)
+        found: list[Record] = []
+        for looked_at, uid in enumerate(self._table.candidates(pins(node))):
+            if limit is not None and len(found) >= limit:
+                break
+            if looked_at % _SLICE == _SLICE - 1:
+                await asyncio.sleep(0)
+            row = self._table.get(uid)
+            if row is not None and matches(row.record):
+                found.append(row.record)
+        return found
+
+    async def read(self, uid: int) -> Row | None:
+        return self._table.get(uid)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    # --- streams ------------------------------------------------------------------------------------
+
+    async def snapshot(self) -> Snapshot:
+        self._streams += 1
+        rows = self._stream(self._table.rows())
+        return Snapshot(await self.accounts(), self._next_uid, self._next_timestamp_id, rows)
+
+    async def _stream(self, rows: list[Row]) -> AsyncIterator[Row]:
+        try:
+            for index, row in enumerate(rows):
+                if index % _SLICE == _SLICE - 1:
+                    await asyncio.sleep(0)
+                yield row
+        finally:
+            self._streams -= 1
+
+    async def restore(
+        self, accounts: Mapping[str, Account], next_uid: int, next_timestamp_id: int, rows: AsyncIterable[Row]
+    ) -> None:
+        table = self._make_table(self._settings.order)
+        archived: deque[int] = deque()
+        last_uid = 0
+        async for row in rows:
+            record = row.record
+            if not last_uid < record.uid < next_uid or record.timestamp_id >= next_timestamp_id:
+                raise InvalidInput(
+                    f"row {record.uid} does not follow row {last_uid} below {next_uid}; nothing restored"
+                )
+            if table.find(record.task_name, record.group_id) is not None:
+                raise InvalidInput(
+                    f"group {record.group_id} of task {record.task_name!r} stands twice in the stream; nothing restored"
+                )
+            if record.task_name not in accounts:
+                raise InvalidInput(
+                    f"row {record.uid} is of task {record.task_name!r}, which has no account; nothing restored"
+                )
+            last_uid = record.uid
+            table.add(row)
+            if record.place is Place.ARCHIVED:
+                archived.append(record.uid)
+        for task_name, account in accounts.items():
+            line = close_line(account, table.places(task_name, tokens=False))
+            held = sum(line.values()) - line["issued"]
+            if held != line["issued"]:
+                raise InvalidInput(
+                    f"task {task_name!r} issued {line['issued']} groups, but {held} are accounted for; nothing restored"
+                )
+        if self._accounts or self._table.rows():
+            raise InvalidInput("a stream is restored into an empty storage; this one has been used; nothing restored")
+        self._table, self._archived = table, archived
+        self._accounts = {task_name: _copied(account) for task_name, account in accounts.items()}
+        self._next_uid, self._next_timestamp_id = next_uid, next_timestamp_id
+        self._notify(list(accounts))
+
+    # --- small parts --------------------------------------------------------------------------------
+
+    def _account(self, task_name: str) -> Account:
+        account = self._accounts.get(task_name)
+        if account is None:
+            account = self._accounts[task_name] = Account()
+        return account
+
+    def _floors(self, task_name: str, more: Floors | None) -> Floors:
+        account = self._accounts.get(task_name)
+        if account is None or account.watermark is None:
+            return more or Floors()
+        floors = account.watermark.floors
+        if more is None:
+            return floors
+        return Floors(_larger(floors.oldest, more.oldest), _larger(floors.token, more.token))
+
+    def _check_room(self, groups: int, size: int) -> None:
+        max_groups, max_bytes = self._settings.max_groups, self._settings.max_bytes
+        if max_groups is None and max_bytes is None:
+            return
+        usage = self._table.usage()
+        if max_groups is not None and usage.groups + groups > max_groups:
+            raise NoRoom(f"{usage.groups} of {max_groups} groups are used; no room for {groups} more")
+        if max_bytes is not None and usage.bytes + size > max_bytes:
+            raise NoRoom(f"{usage.bytes} of {max_bytes} bytes are used; no room for {size} more")
+
+    def _hand_id(self, task_name: str, account: Account) -> int:
+        while self._table.find(task_name, account.next_hand_id) is not None:
+            account.next_hand_id -= 1  # a user may have put negative ids of its own
+        account.next_hand_id -= 1
+        return account.next_hand_id + 1
+
+    def _take_timestamp_id(self) -> int:
+        self._next_timestamp_id += 1
+        return self._next_timestamp_id - 1
+
+    def _add(
+        self,
+        task_name: str,
+        group_id: int,
+        content: Content,
+        place: Place,
+        *,
+        owner: str | None = None,
+        attempt: int = 0,
+    ) -> Row:
+        identify(content.group, task_name, group_id)
+        now = self._clock()
+        facts = content.facts
+        record = Record(
+            uid=self._next_uid,
+            timestamp_id=self._take_timestamp_id(),
+            task_name=task_name,
+            group_id=group_id,
+            status=facts.status,
+            place=place,
+            samples=facts.samples,
+            tokens=facts.tokens,
+            bytes=facts.bytes,
+            num_tries=facts.num_tries,
+            reward=facts.reward,
+            oldest_step=facts.oldest_step,
+            newest_step=facts.newest_step,
+            token_step=facts.token_step,
+            given_staleness=facts.given_staleness,
+            created_at=now,
+            moved_at=now,
+            priority=0.0 if content.priority is None else content.priority,
+            attempt=attempt,
+            owner=owner,
+            tags=NO_TAGS if content.tags is None else content.tags,
+        )
+        self._next_uid += 1
+        row = Row(record, content.group)
+        self._table.add(row)
+        return row
+
+    def _end(self, row: Row, end: End, reason: str | None) -> None:
+        self._end_rows(row.record.task_name, (row,), end, reason)
+
+    def _end_rows(self, task_name: str, rows: Sequence[Row], end: End, reason: str | None) -> None:
+        """Book rows out, and remove or archive them."""
+        if not rows:
+            return
+        tokens = sum([row.record.tokens for row in rows])
+        self._account(task_name).end(end, tokens, reason, groups=len(rows))
+        if end is not End.TRAINED or not self._settings.keep_trained:
+            self._table.remove([row.record for row in rows])
+            return
+        now = self._clock()
+        for row in rows:
+            archived = replace(
+                row.record,
+                place=Place.ARCHIVED,
+                status=Status.ARCHIVED,
+                owner=None,
+                lease_id=None,
+                revision=row.record.revision + 1,
+                moved_at=now,
+            )
+            self._table.replace(row.record, Row(archived, row.group))
+            self._archived.append(archived.uid)
+        while len(self._archived) > self._settings.keep_trained:
+            oldest = self._table.get(self._archived.popleft())
+            if oldest is not None:
+                self._table.remove((oldest.record,))
+
+
+def _with_facts(record: Record, content: Content) -> Record:
+    facts: Facts = content.facts
+    return replace(
+        record,
+        status=facts.status,
+        samples=facts.samples,
+        tokens=facts.tokens,
+        bytes=facts.bytes,
+        num_tries=facts.num_tries,
+        reward=facts.reward,
+        oldest_step=facts.oldest_step,
+        newest_step=facts.newest_step,
+        token_step=facts.token_step,
+        given_staleness=facts.given_staleness,
+        revision=record.revision + 1,
+        tags=record.tags if content.tags is None else content.tags,
+        priority=record.priority if content.priority is None else content.priority,
+    )
+
+
+def _larger(a: int | None, b: int | None) -> int | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return max(a, b)
+
+
+def _copied(account: Account) -> Account:
+    changes: dict[str, Any] = {
+        "ended": dict(account.ended),
+        "ended_tokens": dict(account.ended_tokens),
+        "reasons": dict(account.reasons),
+    }
+    return replace(account, **changes)

@@ -1,0 +1,201 @@
+"""Groups go in and come out whole, in order, within the capacity."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from forebay.errors import DuplicateGroup, NoRoom, PolicyError
+from forebay.ledger import Place
+from forebay.policy import CHOICE_ROWS, FreshestReplayPolicy, PriorityReplayPolicy, ReplayPolicy, StalenessReplayPolicy
+from forebay.record import Record
+from forebay.rollout import Status
+from forebay.storage.base import Claim, Purpose
+from forebay.testing.conformance.suite import COMPLETED, ME, Store, Suite, raises, uids
+from forebay.testing.samples import make_group
+
+__all__ = ["Storing"]
+
+
+class Storing(Suite):
+    """Groups go in and come out whole, in order, within the capacity."""
+
+    def test_a_group_that_was_put_comes_out_whole(self) -> None:
+        async def test(store: Store) -> None:
+            (record,) = await store.put(make_group(3, score=0.5), tags={"level": "hard"}, priority=2.0)
+            assert (record.status, record.place, record.samples, record.tokens) == (COMPLETED, Place.BUFFERED, 3, 9)
+            assert (record.reward, dict(record.tags), record.priority) == (0.5, {"level": "hard"}, 2.0)
+            assert len(store.storage) == await store.count() == 1
+            (row,) = await store.claim(5)
+            assert [state.response_ids for state in row.group] == [[0, 1, 2]] * 3
+            assert await store.claim(5) == []
+            assert await store.line() == {"issued": 1, "trained": 1}
+            assert await store.line(tokens=True) == {"issued": 9, "trained": 9}
+
+        self.run(test)
+
+    def test_ids_that_are_missing_are_given(self) -> None:
+        async def test(store: Store) -> None:
+            first, second = await store.put(make_group(), make_group())
+            assert first.group_id < 0
+            assert second.group_id < 0
+            assert first.group_id != second.group_id
+            assert first.uid < second.uid
+            assert first.timestamp_id < second.timestamp_id
+            for row in await store.claim(2):
+                assert {state.group_id for state in row.group} == {row.record.group_id}
+                assert {state.task_name for state in row.group} == {"math"}
+                assert len({state.rollout_id for state in row.group}) == 2
+
+        self.run(test)
+
+    def test_a_put_of_several_groups_is_all_or_none(self) -> None:
+        async def test(store: Store) -> None:
+            await store.put(make_group(group_id=7))
+            before = await store.storage.usage()
+            with raises(DuplicateGroup):
+                await store.put(make_group(group_id=8), make_group(group_id=7))
+            with raises(DuplicateGroup):
+                await store.put(make_group(group_id=9), make_group(group_id=9))
+            assert await store.storage.usage() == before
+            assert await store.line() == {"issued": 1, "buffered": 1}
+
+        self.run(test)
+
+    def test_tasks_are_apart(self) -> None:
+        async def test(store: Store) -> None:
+            await store.put(make_group(group_id=1))
+            await store.put(make_group(group_id=1), task_name="code")
+            assert len(await store.claim(5, task_name="code")) == 1
+            assert await store.count() == 1
+            assert await store.count(task_name="never heard of") == 0
+            assert await store.claim(5, task_name="never heard of") == []
+
+        self.run(test)
+
+    def test_a_take_over_several_tasks_is_one_step(self) -> None:
+        async def test(store: Store) -> None:
+            await store.put(make_group(), make_group())
+            await store.put(make_group(), task_name="code")
+            claim = Claim(wants={"math": 2, "code": 2}, statuses=(COMPLETED,), purpose=Purpose.TAKE, owner=ME)
+            assert await store.storage.claim(replace(claim, whole=True)) is None
+            assert (await store.count(), await store.count(task_name="code")) == (2, 1)
+            claimed = await store.storage.claim(claim)
+            assert claimed is not None
+            assert {task_name: len(rows) for task_name, rows in claimed.items()} == {"math": 2, "code": 1}
+
+        self.run(test)
+
+    def test_taking_moves_by_status(self) -> None:
+        async def test(store: Store) -> None:
+            ends = {
+                Status.COMPLETED: "trained",
+                Status.FAILED: "failed",
+                Status.FILTERED: "filtered",
+                Status.INIT: "in_flight",
+                Status.ABORTED: "in_flight",
+                Status.EXPIRED: "in_flight",
+            }
+            for status, end in ends.items():
+                await store.put(make_group(status=status), task_name=status)
+                (row,) = await store.claim(1, status, task_name=status)
+                assert await store.line(status) == {"issued": 1, end: 1}, status
+                assert row.record.attempt == (1 if end == "in_flight" else 0)
+
+        self.run(test)
+
+    def test_first_in_first_out(self) -> None:
+        async def test(store: Store) -> None:
+            records = [record for step in (5, 1, 3) for record in await store.put(make_group(model_step=step))]
+            assert uids(await store.claim(2)) == [record.uid for record in records[:2]]
+
+        self.run(test)
+
+    def test_oldest_first_then_unversioned_by_given_staleness_then_arrival(self) -> None:
+        async def test(store: Store) -> None:
+            groups = [make_group(tokens=0), make_group(model_step=5), make_group(model_step=1), make_group(tokens=0)]
+            groups[3][0].seq_staleness = 2
+            groups.append(make_group(model_step=1))
+            records = await store.put(*groups)
+            expected = [records[i].uid for i in (2, 4, 1, 3, 0)]
+            assert uids(await store.claim(5)) == expected
+
+        self.run(test, StalenessReplayPolicy())
+
+    def test_newest_first(self) -> None:
+        async def test(store: Store) -> None:
+            records = await store.put(*(make_group(model_step=step) for step in (2, 7, 5)), make_group(tokens=0))
+            assert uids(await store.claim(4)) == [records[i].uid for i in (1, 2, 0, 3)]
+
+        self.run(test, FreshestReplayPolicy())
+
+    def test_highest_priority_first_also_when_it_changes(self) -> None:
+        async def test(store: Store) -> None:
+            low, high, same = [(await store.put(make_group(), priority=priority))[0] for priority in (-1.5, 3.0, 3.0)]
+            assert await store.storage.set_priority({low.uid: 9.0, 10_000: 1.0}) == 1
+            assert uids(await store.claim(3)) == [low.uid, high.uid, same.uid]
+
+        self.run(test, PriorityReplayPolicy())
+
+    def test_a_policy_of_the_users_own_chooses_from_arrivals(self) -> None:
+        seen: list[int] = []
+
+        class Shortest(ReplayPolicy):
+            @staticmethod
+            def choose(rows: Sequence[Record], n: int) -> list[int]:
+                seen.append(len(rows))
+                assert [row.uid for row in rows] == sorted(row.uid for row in rows)
+                return [row.uid for row in sorted(rows, key=lambda row: (row.tokens, row.uid))[:n]]
+
+        async def test(store: Store) -> None:
+            records = await store.put(*(make_group(tokens=tokens) for tokens in (9, 2, 5)))
+            assert uids(await store.claim(2)) == [records[1].uid, records[2].uid]
+            for _ in range(3):
+                await store.put(*(make_group(1, tokens=1) for _ in range(CHOICE_ROWS // 2)))
+            await store.claim(1)
+            assert seen[-1] == CHOICE_ROWS
+
+        self.run(test, Shortest())
+
+    def test_a_wrong_choice_moves_nothing(self) -> None:
+        class Wrong(ReplayPolicy):
+            @staticmethod
+            def choose(rows: Sequence[Record], n: int) -> list[int]:
+                return [rows[0].uid, rows[0].uid + 10_000]
+
+        async def test(store: Store) -> None:
+            await store.put(make_group(), make_group())
+            with raises(PolicyError):
+                await store.claim(2)
+            assert await store.count() == 2
+
+        self.run(test, Wrong())
+
+    def test_capacity_is_reserved_at_issue_and_returns_never_wait(self) -> None:
+        async def test(store: Store) -> None:
+            await store.issue(2)
+            await store.put(make_group())
+            for refused in (store.put(make_group()), store.issue(1, cursor=2)):
+                with raises(NoRoom):
+                    await refused
+            assert (await store.storage.account("math")).cursor == 2
+            await store.put(make_group(group_id=0), make_group(group_id=1))
+            assert (await store.storage.usage()).groups == 3
+            await store.lease(1)
+            with raises(NoRoom):
+                await store.put(make_group())
+            await store.claim(1)
+            await store.put(make_group())
+
+        self.run(test, max_groups=3)
+
+    def test_bytes_count_too(self) -> None:
+        async def test(store: Store) -> None:
+            (record,) = await store.put(make_group())
+            assert (await store.storage.usage()).bytes == record.bytes > 0
+            with raises(NoRoom):
+                await store.put(make_group(64, tokens=100))
+            assert await store.line() == {"issued": 1, "buffered": 1}
+
+        self.run(test, max_bytes=10_000)

@@ -1,0 +1,127 @@
+"""What the tests of the suite share: a storage with short names for the calls that they repeat."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from forebay.policy import FIFOReplayPolicy, ReplayPolicy
+from forebay.query import parse
+from forebay.record import Record, Row, Tags, describe
+from forebay.rollout import RolloutState, Status
+from forebay.storage.base import Arrival, Claim, Content, Purpose, Settings, Storage
+from forebay.testing.samples import make_group
+
+__all__ = ["Store", "Suite"]
+
+ME, OTHER = "me", "other"
+COMPLETED, ABORTED, EXPIRED, INIT = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.INIT
+
+
+@contextmanager
+def raises(kind: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except kind:
+        return
+    raise AssertionError(f"{kind.__name__} was expected, and nothing was raised")
+
+
+def content(group: Sequence[RolloutState], *, tags: Tags | None = None, priority: float | None = None) -> Content:
+    return Content(tuple(group), describe(group), tags, priority)
+
+
+def arrival(group: Sequence[RolloutState], task_name: str = "math", **more: Any) -> Arrival:
+    tags, priority = more.pop("tags", None), more.pop("priority", None)
+    return Arrival(
+        task_name=task_name, content=content(group, tags=tags, priority=priority), group_id=group[0].group_id, **more
+    )
+
+
+class Store:
+    """A storage with the calls that the tests repeat."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    async def put(self, *groups: Sequence[RolloutState], task_name: str = "math", **more: Any) -> list[Record]:
+        arrivals = [arrival(group, task_name, **more) for group in groups]
+        return await self.storage.put(arrivals, owner=ME)
+
+    async def issue(self, n: int = 1, *, cursor: int = 0, task_name: str = "math", owner: str = ME) -> list[Record]:
+        contents = [content(make_group(status=INIT)) for _ in range(n)]
+        return await self.storage.issue(task_name, contents, owner=owner, cursor=cursor)
+
+    async def claim(self, n: int, *statuses: Status, task_name: str = "math", **more: Any) -> list[Row]:
+        purpose = more.pop("purpose", Purpose.TAKE)
+        claimed = await self.storage.claim(
+            Claim(
+                wants={task_name: n},
+                statuses=statuses or (COMPLETED,),
+                purpose=purpose,
+                owner=more.pop("owner", ME),
+                **more,
+            )
+        )
+        assert claimed is not None
+        return claimed[task_name]
+
+    async def lease(self, n: int, lease_id: str = "lease", **more: Any) -> list[Row]:
+        return await self.claim(n, purpose=Purpose.LEASE, lease_id=lease_id, train_step=5, whole=True, **more)
+
+    async def count(self, status: Status = COMPLETED, task_name: str = "math") -> int:
+        return (await self.storage.count_statuses([task_name], [status]))[task_name][status]
+
+    async def line(self, task_name: str = "math", *, tokens: bool = False) -> dict[str, int]:
+        """The ledger of a task without its zeros; closed, or the test fails."""
+        line = (await self.storage.ledger(tokens=tokens))[task_name]
+        assert line["issued"] == sum(line.values()) - line["issued"], f"G1: the ledger of {task_name} is open: {line}"
+        return {name: n for name, n in line.items() if n}
+
+    async def records(self, **query: Any) -> list[Record]:
+        return await self.storage.records(parse(query), None)
+
+    async def only(self, **query: Any) -> Record:
+        records = await self.records(**query)
+        assert len(records) == 1, records
+        return records[0]
+
+
+def uids(rows: Sequence[Row]) -> list[int]:
+    return [row.record.uid for row in rows]
+
+
+class Suite(ABC):
+    """What every part of the suite needs: a storage, a clock, and a run."""
+
+    @abstractmethod
+    def make_storage(self) -> Storage:
+        """A new, empty storage that is not open yet."""
+
+    def advance_clock(self, storage: Storage, seconds: float) -> None:
+        """Let the storage's clock advance. By default by waiting; a storage with a clock of its own may be faster."""
+        import time
+
+        time.sleep(seconds)
+
+    # One second is a long time for a test that waits, and a short one for a busy machine.
+    lease_s = 1.0
+
+    def run(
+        self, test: Callable[[Store], Awaitable[None]], policy: ReplayPolicy | None = None, **settings: Any
+    ) -> None:
+        async def main() -> None:
+            storage = self.make_storage()
+            chosen = policy or FIFOReplayPolicy()
+            await storage.open(ME, Settings(order=chosen.order, choose=chosen.choose, **settings), None)
+            try:
+                await test(Store(storage))
+                for task_name in await storage.ledger():
+                    await Store(storage).line(task_name)
+            finally:
+                await storage.close(ME)
+
+        asyncio.run(main())

@@ -1,0 +1,33 @@
+"""Every storage that ships passes the conformance suite."""
+
+from __future__ import annotations
+
+from forebay import MemoryStorage, Storage
+from forebay.storage.pandas import PandasStorage
+from forebay.testing import StorageConformance
+
+
+class Clock:
+    """A clock that stands still until it is told to advance."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class _VirtualTime(StorageConformance):
+    def advance_clock(self, storage: Storage, seconds: float) -> None:
+        clock = storage._clock  # type: ignore[attr-defined]
+        clock.now += seconds
+
+
+class TestMemoryStorage(_VirtualTime):
+    def make_storage(self) -> Storage:
+        return MemoryStorage(clock=Clock())
+
+
+class TestPandasStorage(_VirtualTime):
+    def make_storage(self) -> Storage:
+        return PandasStorage(clock=Clock())

@@ -1,0 +1,34 @@
+"""Random histories against a plain model, on every storage and both ways of ordering."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from forebay import FIFOReplayPolicy, MemoryStorage, ReplayPolicy, StalenessReplayPolicy, Storage
+from forebay.storage.pandas import PandasStorage
+from forebay.storage.sorted_keys import SortedKeys
+from forebay.testing.machine import machine_for
+
+RUNS = settings(max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(autouse=True)
+def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the edges of the indexes appear at a handful of groups."""
+    monkeypatch.setattr(SortedKeys, "LOAD", 2)
+
+
+def _case(make_storage: Callable[[], Storage], policy: ReplayPolicy) -> type[unittest.TestCase]:
+    case: type[unittest.TestCase] = machine_for(make_storage, policy).TestCase
+    case.settings = RUNS  # type: ignore[attr-defined]
+    return case
+
+
+TestMemoryInOrderOfArrival = _case(MemoryStorage, FIFOReplayPolicy())
+TestMemoryOldestFirst = _case(MemoryStorage, StalenessReplayPolicy())
+TestPandasInOrderOfArrival = _case(PandasStorage, FIFOReplayPolicy())
+TestPandasOldestFirst = _case(PandasStorage, StalenessReplayPolicy())
