@@ -1,0 +1,105 @@
+"""Ageing: which limits are in force, which train step was seen last, and expiring what is below them.
+
+The rules are in `staleness`; this is their one user on stored groups. Expiring first moves the watermark of a task
+in the storage, so that nothing too old leaves meanwhile, and then revises what is below it in slices that
+leave the event loop free. It costs in proportion to what expires.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Iterable, Mapping
+
+from forebay.intake import expire_content
+from forebay.ledger import Watermark
+from forebay.query import And, Compare
+from forebay.rollout import Status
+from forebay.staleness import EXPIRABLE, Limits
+from forebay.storage.base import Revision, Storage
+
+__all__ = ["Ageing"]
+
+log = logging.getLogger(__name__)
+
+_NO_LIMITS = Limits()
+_SLICE_GROUPS = 64  # a few milliseconds
+
+
+class Ageing:
+    """Limits by task, and the expiry of what exceeds them."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._kept: dict[str, Limits] = {}
+        self._given: dict[str, Limits] = {}
+        self.last_train_step: int | None = None
+
+    async def recall(self) -> None:
+        """Take up the steps and limits that a storage with a past was last used with."""
+        for task_name, account in (await self._storage.accounts()).items():
+            if account.watermark is not None:
+                self.see(account.watermark.train_step)
+                self._given.setdefault(task_name, account.watermark.limits)
+
+    def see(self, train_step: int) -> None:
+        if self.last_train_step is None or train_step > self.last_train_step:
+            self.last_train_step = train_step
+
+    def keep(self, task_name: str, limits: Limits) -> None:
+        self._kept[task_name] = limits
+
+    def limits(self, task_name: str) -> Limits:
+        """The limits in force: those that are kept, else those last given with a call, else none."""
+        return self._kept.get(task_name) or self._given.get(task_name) or _NO_LIMITS
+
+    def limits_of_call(
+        self, task_name: str, threshold: int | None, token_threshold: int | None, retryable: bool | None
+    ) -> Limits:
+        """The limits in force with what a call gives instead. A task without kept limits remembers them."""
+        limits = self.limits(task_name)
+        if threshold is None and token_threshold is None and retryable is None:
+            return limits
+        limits = Limits(
+            limits.stale_threshold if threshold is None else threshold,
+            limits.token_stale_threshold if token_threshold is None else token_threshold,
+            limits.retryable if retryable is None else retryable,
+        )
+        self._given[task_name] = limits
+        return limits
+
+    async def advance(self, train_step: int, limits: Mapping[str, Limits]) -> None:
+        """From now on nothing of these tasks leaves that is too old for the step."""
+        self.see(train_step)
+        await self._storage.set_watermark({task: Watermark(train_step, limit) for task, limit in limits.items()})
+
+    async def expire(self, tasks: Iterable[str], statuses: Collection[Status] = EXPIRABLE) -> dict[str, int]:
+        """Revise everything that is below the watermarks; groups that newly expired, by task."""
+        return {task_name: await self._expire(task_name, statuses) for task_name in tasks}
+
+    async def _expire(self, task_name: str, statuses: Collection[Status]) -> int:
+        newly_expired = 0
+        while rows := await self._storage.due(task_name, statuses, _SLICE_GROUPS):
+            watermark = (await self._storage.account(task_name)).watermark
+            assert watermark is not None, "nothing is due without a watermark"
+            revisions = [
+                Revision(
+                    row.record.uid,
+                    row.record.revision,
+                    expire_content(row.group, watermark.limits, watermark.train_step),
+                )
+                for row in rows
+            ]
+            applied = await self._storage.revise(revisions)
+            newly_expired += sum(
+                done and row.record.status is not Status.EXPIRED for row, done in zip(rows, applied, strict=True)
+            )
+            await asyncio.sleep(0)
+        if newly_expired:
+            log.info("groups_expired task=%s groups=%d", task_name, newly_expired)
+        return newly_expired
+
+    async def drop_expired(self, task_name: str) -> None:
+        """Discard the EXPIRED groups of a task that no longer retries them."""
+        node = And((Compare("task_name", "eq", task_name), Compare("status", "eq", Status.EXPIRED)))
+        await self._storage.discard(node, "stale")

@@ -1,0 +1,47 @@
+"""Checks of the arguments that many calls share: a clear error for what cannot be meant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from forebay.checks import whole_number
+from forebay.errors import InvalidInput
+from forebay.rollout import Status
+
+__all__ = ["batch_name", "checked_reason", "checked_status", "checked_task", "checked_wants"]
+
+
+def checked_task(task_name: str) -> str:
+    if not isinstance(task_name, str) or not task_name:
+        raise InvalidInput(f"task_name is {task_name!r}; expected a text that is not empty")
+    return task_name
+
+
+def checked_status(status: Status | str) -> Status:
+    if type(status) is Status:
+        return status
+    try:
+        return Status(status)
+    except ValueError:
+        raise InvalidInput(f"unknown status {status!r}; expected one of {', '.join(Status)}") from None
+
+
+def checked_wants(wants: Mapping[str, int]) -> dict[str, int]:
+    """Groups per task; what is asked for 0 or less counts as 0."""
+    if not isinstance(wants, Mapping):
+        raise InvalidInput(f"expected {{task: groups}}, got {wants!r}")
+    return {
+        checked_task(task_name): max(0, whole_number(f"groups of {task_name!r}", n)) for task_name, n in wants.items()
+    }
+
+
+def checked_reason(reason: str) -> str:
+    if not isinstance(reason, str) or not reason:
+        raise InvalidInput(f"a reason is needed, got {reason!r}; it is counted, and shown by reasons()")
+    return reason
+
+
+def batch_name(wants: Mapping[str, int], status: Status) -> str:
+    """How a batch is called in explanations."""
+    parts = [f"{n} of task {task_name!r}" for task_name, n in wants.items() if n > 0]
+    return f"{status} groups: {', '.join(parts) or 'none'}"

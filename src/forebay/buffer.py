@@ -1,0 +1,635 @@
+"""ReplayBuffer: policy x storage, with limits, leases and waiting.
+
+It owns no group: rows, counts and positions live in the storage, which moves them in single steps. This file
+orders those steps: what comes in passes `intake`, what is asked for is judged for age before it is claimed,
+what is not there yet is waited for on the event itself (G11). Anything that could hold the event loop for long is cut
+into slices (G10). A buffer lives on one event loop at a time; `forebay.blocking` serves other threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import uuid
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
+from typing import Any, TypeVar
+
+from forebay import report
+from forebay.ageing import Ageing
+from forebay.arguments import batch_name, checked_reason, checked_status, checked_task, checked_wants
+from forebay.checks import check_group, whole_number
+from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, NoRoom, WaitTimeout, WrongEventLoop
+from forebay.intake import admit, content_of
+from forebay.lease import Lease, LeaseRequest
+from forebay.ledger import Event, LedgerLine, Place
+from forebay.policy import FIFOReplayPolicy, ReplayPolicy
+from forebay.query import And, Compare, Node, parse, resolve_staleness
+from forebay.record import Record, Row, Tags, check_tags, present
+from forebay.rollout import RolloutState, Status
+from forebay.staleness import EXPIRABLE, Limits, apply_token_mask, check_step, sample_staleness
+from forebay.storage.base import Arrival, Claim, Claimed, Purpose, Settings, Storage
+from forebay.storage.memory import MemoryStorage
+from forebay.waiting import Changes, Deadline, Heartbeat, Waits
+
+__all__ = ["ReplayBuffer"]
+
+Groups = list[list[RolloutState]]
+T = TypeVar("T")
+
+_SLICE_GROUPS = 64
+"""Groups that are checked, expired or copied before the event loop gets its turn: a few milliseconds."""
+
+_SHARED_LEASE_S = 60.0
+
+
+class ReplayBuffer:
+    """Groups of rollouts between those who generate and those who train.
+
+    `max_groups` and `max_bytes` bound what is in flight, buffered and leased together. `lease_s`: how long a holder
+    that stopped beating keeps its groups (None: as long as its process lives; 60 s on shared storages).
+    `keep_trained`: so many of the last trained groups stay readable as ARCHIVED.
+    """
+
+    def __init__(
+        self,
+        policy: ReplayPolicy | None = None,
+        storage: Storage | None = None,
+        *,
+        max_groups: int | None = None,
+        max_bytes: int | None = None,
+        lease_s: float | None = None,
+        keep_trained: int = 0,
+    ) -> None:
+        self.policy = FIFOReplayPolicy() if policy is None else policy
+        self.storage = MemoryStorage() if storage is None else storage
+        if not isinstance(self.policy, ReplayPolicy) or not isinstance(self.storage, Storage):
+            raise InvalidConfig(
+                f"ReplayBuffer(policy, storage) got ({policy!r}, {storage!r}); expected a ReplayPolicy and a Storage"
+            )
+        for name, limit in (("max_groups", max_groups), ("max_bytes", max_bytes)):
+            if limit is not None:
+                whole_number(name, limit, least=1)
+        if lease_s is not None and not (isinstance(lease_s, (int, float)) and 0 < lease_s < float("inf")):
+            raise InvalidConfig(f"lease_s is {lease_s!r}; expected a positive number of seconds")
+        if self.policy.choose is not None and self.policy.order.columns:
+            raise InvalidConfig(f"{self.policy!r} has an order and a choose; expected one of them")
+        self._settings = Settings(
+            order=self.policy.order,
+            choose=self.policy.choose,
+            max_groups=max_groups,
+            max_bytes=max_bytes,
+            keep_trained=whole_number("keep_trained", keep_trained, least=0),
+        )
+        self._lease_s = _SHARED_LEASE_S if lease_s is None and self.storage.shared else lease_s
+        self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._ageing = Ageing(self.storage)
+        self._waits = Waits()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._changes: Changes | None = None
+        self._unsubscribe: Callable[[], None] | None = None
+        self._heartbeat: Heartbeat | None = None
+        self._opened = self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<ReplayBuffer {self.policy!r} on {type(self.storage).__name__}: {len(self)} buffered groups>"
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    async def _ready(self) -> Changes:
+        """Check that the buffer can be used from here, and open the storage at the first use."""
+        if self._closed:
+            raise BufferClosed(f"{self!r} is closed; make a new one")
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:
+            self._bind(loop)
+        if not self._opened:
+            await self.storage.open(self.owner, self._settings, self._lease_s)
+            if not self._opened:  # another first call may have been faster
+                self._opened = True
+                if self._lease_s is not None:
+                    self._heartbeat = Heartbeat(lambda: self.storage.beat(self.owner), self._lease_s / 3)
+                await self._ageing.recall()
+        assert self._changes is not None
+        return self._changes
+
+    def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            raise WrongEventLoop(
+                f"{self!r} lives on another event loop that still runs; use forebay.blocking to share a buffer "
+                "between threads"
+            )
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        self._loop = loop
+        self._changes = Changes(loop)
+        self._unsubscribe = self.storage.subscribe(self._changes.notify)
+
+    async def close(self) -> None:
+        """End every wait, give back what this buffer holds. Closing twice is allowed."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._changes is not None:
+            self._changes.close()
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        if self._opened:
+            await self.storage.close(self.owner)
+
+    async def __aenter__(self) -> ReplayBuffer:
+        await self._ready()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    # --- limits ---------------------------------------------------------------------------------------
+
+    def set_limits(
+        self,
+        task_name: str,
+        *,
+        stale_threshold: int | None = None,
+        token_stale_threshold: int | None = None,
+        retryable: bool = True,
+    ) -> None:
+        """How old the groups of a task may grow. Kept; arguments of a call override it for that call."""
+        self._ageing.keep(checked_task(task_name), Limits(stale_threshold, token_stale_threshold, retryable))
+
+    # --- in -------------------------------------------------------------------------------------------
+
+    async def put(
+        self,
+        items: Sequence[RolloutState],
+        task_name: str,
+        *,
+        model_step: int | None = None,
+        current_train_step: int | None = None,
+        stale_threshold: int | None = None,
+        token_stale_threshold: int | None = None,
+        expired_groups_retryable: bool | None = None,
+        tags: Tags | None = None,
+        priority: float | None = None,
+        timeout_s: float | None = None,
+    ) -> int | None:
+        """Store one group, which is the buffer's from then on; returns its uid (None for an empty list).
+
+        Tokens without a version are stamped with `model_step`; with `current_train_step` the group is judged for
+        age. A group that was drawn comes back; any other is put by hand, and waits for room.
+        """
+        if isinstance(items, Sized) and not len(items):
+            return None
+        uids = await self.put_many(
+            (items,),
+            task_name,
+            model_step=model_step,
+            current_train_step=current_train_step,
+            stale_threshold=stale_threshold,
+            token_stale_threshold=token_stale_threshold,
+            expired_groups_retryable=expired_groups_retryable,
+            tags=tags,
+            priority=priority,
+            timeout_s=timeout_s,
+        )
+        return uids[0]
+
+    async def put_many(
+        self,
+        groups: Sequence[Sequence[RolloutState]],
+        task_name: str,
+        *,
+        model_step: int | None = None,
+        current_train_step: int | None = None,
+        stale_threshold: int | None = None,
+        token_stale_threshold: int | None = None,
+        expired_groups_retryable: bool | None = None,
+        tags: Tags | None = None,
+        priority: float | None = None,
+        timeout_s: float | None = None,
+    ) -> list[int]:
+        """Store several groups of one task, all of them or none; returns their uids. See `put`."""
+        await self._ready()
+        checked_task(task_name)
+        check_step("model_step", model_step, least=0)
+        check_step("current_train_step", current_train_step, least=1)
+        if current_train_step is None and (stale_threshold is not None or token_stale_threshold is not None):
+            raise InvalidInput(
+                f"put with stale_threshold={stale_threshold}, token_stale_threshold={token_stale_threshold} and no "
+                "current_train_step; pass the train step to judge by"
+            )
+        limits = self._ageing.limits_of_call(
+            task_name, stale_threshold, token_stale_threshold, expired_groups_retryable
+        )
+        checked_tags = None if tags is None else check_tags(tags)
+        arrivals: list[Arrival] = []
+        for items in groups:
+            if len(arrivals) % _SLICE_GROUPS == _SLICE_GROUPS - 1:
+                await asyncio.sleep(0)
+            arrivals.append(
+                admit(
+                    items,
+                    task_name,
+                    model_step=model_step,
+                    train_step=current_train_step,
+                    limits=limits,
+                    tags=checked_tags,
+                    priority=priority,
+                )
+            )
+        if not arrivals:
+            return []
+        if current_train_step is not None:
+            self._ageing.see(current_train_step)
+        records = await self._with_room(
+            lambda: self.storage.put(arrivals, owner=self.owner),
+            f"room for {len(arrivals)} groups of task {task_name!r}",
+            task_name,
+            [arrival.content.facts.bytes for arrival in arrivals],
+            timeout_s,
+        )
+        return [record.uid for record in records]
+
+    async def issue(
+        self,
+        groups: Sequence[Sequence[RolloutState]],
+        task_name: str,
+        *,
+        cursor: int,
+        source_state: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> Groups:
+        """For samplers: write newly drawn prompts as in flight, and advance the task's position, in one step.
+
+        Waits for room. They get the group ids from `cursor` on; CursorMoved if the task stands elsewhere.
+        """
+        await self._ready()
+        checked_task(task_name)
+        whole_number("cursor", cursor, least=0)
+        contents = []
+        for group in groups:
+            check_group(group, task_name)
+            contents.append(content_of(tuple(group), None, None))
+        records = await self._with_room(
+            lambda: self.storage.issue(task_name, contents, owner=self.owner, cursor=cursor, source_state=source_state),
+            f"room to draw {len(contents)} groups of task {task_name!r}",
+            task_name,
+            [content.facts.bytes for content in contents],
+            timeout_s,
+        )
+        return [present(Row(record, content.group)) for record, content in zip(records, contents, strict=True)]
+
+    async def position(self, task_name: str) -> tuple[int, bytes | None]:
+        """For samplers: how many groups were drawn for a task, and the state of its iterable loader, if any."""
+        await self._ready()
+        account = await self.storage.account(task_name)
+        return account.cursor, account.source_state
+
+    async def redraw(
+        self, n: int, task_name: str, statuses: Sequence[Status] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
+    ) -> Groups:
+        """For samplers: up to n groups to be generated again, an earlier status first, then by group_id."""
+        await self._ready()
+        wants = checked_wants({task_name: n})
+        chosen = tuple(checked_status(status) for status in statuses)
+        for status in chosen:
+            if status not in (Status.INIT, Status.EXPIRED, Status.ABORTED):
+                raise InvalidInput(f"{status} groups cannot be drawn again; expected init, expired or aborted")
+        await self._ageing.expire(_asked(wants))
+        claimed = await self.storage.claim(Claim(wants=wants, statuses=chosen, purpose=Purpose.DRAW, owner=self.owner))
+        assert claimed is not None
+        return [present(row) for row in claimed[task_name]]
+
+    async def _with_room(
+        self,
+        attempt: Callable[[], Awaitable[T]],
+        what: str,
+        task_name: str,
+        sizes: Sequence[int],
+        timeout_s: float | None,
+    ) -> T:
+        """Repeat a step until there is room for it; refuse at once what can never fit."""
+        changes = await self._ready()
+        ticket = changes.ticket
+        try:
+            return await attempt()
+        except NoRoom as full:
+            for limit, needed, unit in (
+                (self._settings.max_groups, len(sizes), "groups"),
+                (self._settings.max_bytes, sum(sizes), "bytes"),
+            ):
+                if limit is not None and needed > limit:
+                    raise InvalidInput(
+                        f"{needed} {unit} can never fit into a buffer of {limit} {unit}; put less at once, or raise "
+                        f"max_{unit}"
+                    ) from full
+        deadline = Deadline(timeout_s)
+        with self._waits.listed(what, (task_name,)):
+            while True:
+                await self._wait(changes, ticket, deadline, what)
+                ticket = changes.ticket
+                try:
+                    return await attempt()
+                except NoRoom:
+                    continue
+
+    # --- out ------------------------------------------------------------------------------------------
+
+    async def get(self, batch_size: int, task_name: str, group_status: Status) -> Groups:
+        """At most `batch_size` groups of a task, in policy order, taken for good. Never waits."""
+        groups, _ = await self.take_batch({task_name: batch_size}, group_status=group_status)
+        return groups[task_name]
+
+    async def take_batch(
+        self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED
+    ) -> tuple[dict[str, Groups], dict[str, int]]:
+        """Groups of several tasks in one step, taken for good, and how many of each. Never waits."""
+        await self._ready()
+        status = checked_status(group_status)
+        wants = checked_wants(wants)
+        await self._ageing.expire(_asked(wants))
+        claimed = await self.storage.claim(
+            Claim(wants=wants, statuses=(status,), purpose=Purpose.TAKE, owner=self.owner)
+        )
+        assert claimed is not None
+        groups = await self._hand_out(claimed, None)
+        return groups, {task_name: len(taken) for task_name, taken in groups.items()}
+
+    def lease_batch(
+        self,
+        wants: Mapping[str, int],
+        *,
+        train_step: int,
+        group_status: Status = Status.COMPLETED,
+        timeout_s: float | None = None,
+    ) -> LeaseRequest:
+        """Wait for a full batch and hold it until it is acknowledged: `await` it, or enter it with `async with`.
+
+        Nothing that is stale for `train_step` is handed out (G6). WaitTimeout explains what was missing.
+        """
+        return LeaseRequest(lambda: self._lease(wants, train_step, group_status, timeout_s))
+
+    async def _lease(
+        self, wants: Mapping[str, int], train_step: int, group_status: Status, timeout_s: float | None
+    ) -> Lease:
+        changes = await self._ready()
+        wants = checked_wants(wants)
+        status = checked_status(group_status)
+        whole_number("train_step", train_step, least=1)
+        self._refuse_more_than_fits(wants)
+        limits = {task_name: self._ageing.limits(task_name) for task_name in _asked(wants)}
+        claim = Claim(
+            wants=wants,
+            statuses=(status,),
+            purpose=Purpose.LEASE,
+            owner=self.owner,
+            whole=True,
+            floors={task_name: limit.floors(train_step) for task_name, limit in limits.items()},
+            lease_id=uuid.uuid4().hex,
+            train_step=train_step,
+        )
+        assert claim.lease_id is not None
+        await self._ageing.advance(train_step, limits)
+
+        async def attempt() -> Claimed | None:
+            await self._ageing.expire(_asked(wants))
+            return await self.storage.claim(claim)
+
+        claimed = await self._until(
+            attempt, f"{batch_name(wants, status)} for train step {train_step}", wants, changes, timeout_s
+        )
+        uids = {(task_name, row.record.group_id): row.record.uid for task_name, rows in claimed.items() for row in rows}
+        try:
+            groups = await self._hand_out(claimed, train_step)
+        except BaseException:
+            await self._settle(claim.lease_id, list(uids.values()), Event.NACKED, None)
+            raise
+        return Lease(claim.lease_id, train_step, groups, uids, self._settle)
+
+    async def _settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
+        await self._ready()
+        await self.storage.settle(lease_id, uids, event, reason)
+
+    async def wait_ready(
+        self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED, timeout_s: float | None = None
+    ) -> None:
+        """Wait until every task has as many groups as asked; takes nothing."""
+        changes = await self._ready()
+        status = checked_status(group_status)
+        wants = checked_wants(wants)
+        self._refuse_more_than_fits(wants)
+
+        async def attempt() -> bool | None:
+            return await self._is_ready(wants, status) or None
+
+        await self._until(attempt, batch_name(wants, status), wants, changes, timeout_s)
+
+    async def is_ready(self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED) -> bool:
+        """Whether every task has as many groups as asked; tasks asked for 0 or less do not count."""
+        await self._ready()
+        return await self._is_ready(checked_wants(wants), checked_status(group_status))
+
+    async def _is_ready(self, wants: Mapping[str, int], status: Status) -> bool:
+        available = await self.storage.available(wants, status)
+        return all(available[task_name] >= n for task_name, n in wants.items())
+
+    async def _hand_out(self, claimed: Claimed, train_step: int | None) -> dict[str, Groups]:
+        """Copies of what was claimed, token masks applied to what will be trained on."""
+        handed: dict[str, Groups] = {}
+        copied = 0
+        for task_name, rows in claimed.items():
+            threshold = self._ageing.limits(task_name).token_stale_threshold
+            step = self._ageing.last_train_step if train_step is None else train_step
+            groups: Groups = []
+            for row in rows:
+                copied += 1
+                if copied % _SLICE_GROUPS == 0 and train_step is not None:
+                    await asyncio.sleep(0)
+                # What was taken for good is ours alone; everything else stays in the storage, and is copied.
+                group = list(row.group) if row.record.place is Place.BUFFERED else present(row)
+                if row.record.status is Status.COMPLETED:
+                    if train_step is not None:
+                        for state in group:
+                            state.seq_staleness = sample_staleness(state, train_step)
+                    if threshold is not None and step is not None:
+                        for state in group:
+                            apply_token_mask(state, step, threshold)
+                groups.append(group)
+            handed[task_name] = groups
+        return handed
+
+    # --- waiting --------------------------------------------------------------------------------------
+
+    async def _until(
+        self,
+        attempt: Callable[[], Awaitable[T | None]],
+        what: str,
+        wants: Mapping[str, int],
+        changes: Changes,
+        timeout_s: float | None,
+    ) -> T:
+        deadline = Deadline(timeout_s)
+        ticket = changes.ticket
+        found = await attempt()
+        if found is not None:
+            return found
+        with self._waits.listed(what, _asked(wants)):
+            while True:
+                await self._wait(changes, ticket, deadline, what)
+                ticket = changes.ticket
+                found = await attempt()
+                if found is not None:
+                    return found
+
+    async def _wait(self, changes: Changes, ticket: int, deadline: Deadline, what: str) -> None:
+        """Until something changed, the next deadline of a holder passed, or our own time is up."""
+        reaped = await self.storage.reap()
+        left_s = deadline.left_s()
+        if left_s == 0:
+            assert deadline.timeout_s is not None
+            raise WaitTimeout(what, deadline.timeout_s, await self.explain_wait())
+        if reaped.next_s is not None:
+            left_s = reaped.next_s if left_s is None else min(left_s, reaped.next_s)
+        await changes.wait(ticket, left_s)
+
+    def _refuse_more_than_fits(self, wants: Mapping[str, int]) -> None:
+        wanted, limit = sum(wants.values()), self._settings.max_groups
+        if limit is not None and wanted > limit:
+            raise InvalidConfig(
+                f"waiting for {wanted} groups in a buffer of max_groups={limit} would never end; raise max_groups or "
+                "ask for less"
+            )
+
+    async def explain_wait(self) -> str:
+        """What is being waited for, what there is of it, and who holds the rest."""
+        ledger = await self.storage.ledger()
+        return report.explanation(
+            self._waits,
+            asyncio.get_running_loop().time(),
+            ledger,
+            await self.storage.count_statuses(list(ledger), list(Status)),
+            await self.storage.holdings(),
+            await self.storage.usage(),
+            self._settings.max_groups,
+            self._settings.max_bytes,
+        )
+
+    # --- age ------------------------------------------------------------------------------------------
+
+    async def refresh_staleness(
+        self,
+        *,
+        task_stale_thresholds: Mapping[str, int | None],
+        current_train_step: int,
+        statuses: Collection[Status] | None = None,
+        task_token_stale_thresholds: Mapping[str, int | None] | None = None,
+        expired_groups_retryable_by_task: Mapping[str, bool] | None = None,
+    ) -> dict[str, int]:
+        """Expire what is too old for a train step; returns how many groups newly expired, by task.
+
+        Costs in proportion to what expires. From its start on nothing that is too old leaves the buffer.
+        """
+        await self._ready()
+        whole_number("current_train_step", current_train_step, least=1)
+        chosen = EXPIRABLE if statuses is None else tuple(checked_status(status) for status in statuses)
+        for status in chosen:
+            if status not in EXPIRABLE:
+                raise InvalidInput(f"{status} groups do not expire; expected some of {', '.join(EXPIRABLE)}")
+        limits = {
+            checked_task(task_name): self._ageing.limits_of_call(
+                task_name,
+                threshold,
+                (task_token_stale_thresholds or {}).get(task_name),
+                (expired_groups_retryable_by_task or {}).get(task_name),
+            )
+            for task_name, threshold in task_stale_thresholds.items()
+        }
+        await self._ageing.advance(current_train_step, limits)
+        expired = await self._ageing.expire(limits, chosen)
+        for task_name, limit in limits.items():
+            if not limit.retryable and Status.EXPIRED in chosen:
+                await self._ageing.drop_expired(task_name)  # left from a time when they could be retried
+        return expired
+
+    # --- looking --------------------------------------------------------------------------------------
+
+    async def count(self, task_name: str, group_status: Status) -> int:
+        """Buffered groups of a task and status; 0 for an unknown task."""
+        await self._ready()
+        status = checked_status(group_status)
+        counts = await self.storage.count_statuses((task_name,), (status,))
+        return counts[task_name][status]
+
+    async def count_statuses(
+        self, tasks: Collection[str], statuses: Collection[Status]
+    ) -> dict[str, dict[Status, int]]:
+        """Buffered groups by task and status, zeros included."""
+        await self._ready()
+        return await self.storage.count_statuses(tasks, [checked_status(status) for status in statuses])
+
+    def __len__(self) -> int:
+        """Buffered groups, as last seen by this process."""
+        return len(self.storage)
+
+    async def query(self, query: Mapping[str, Any], *, limit: int | None = None) -> list[Record]:
+        """The metadata of the groups that match, at any place, oldest first. Never moves anything."""
+        await self._ready()
+        if limit is not None:
+            whole_number("limit", limit, least=0)
+        return await self.storage.records(self._resolved(query), limit)
+
+    async def read(self, uid: int) -> list[RolloutState] | None:
+        """The samples of a group, as copies; None if it is no longer there. Never moves anything."""
+        await self._ready()
+        row = await self.storage.read(whole_number("uid", uid))
+        return None if row is None else present(row)
+
+    async def discard(self, query: Mapping[str, Any], reason: str) -> int:
+        """End every buffered group that matches, for a reason that is counted; returns how many."""
+        await self._ready()
+        checked_reason(reason)
+        node = And((self._resolved(query), Compare("place", "eq", Place.BUFFERED)))
+        return sum((await self.storage.discard(node, reason)).values())
+
+    def _resolved(self, query: Mapping[str, Any]) -> Node:
+        return resolve_staleness(parse(query), self._ageing.last_train_step)
+
+    async def set_priority(self, priorities: Mapping[int, float]) -> int:
+        """Set priorities by uid; returns how many of these groups are still there."""
+        await self._ready()
+        for uid, priority in priorities.items():
+            whole_number("uid", uid)
+            if not isinstance(priority, (int, float)) or not abs(priority) < float("inf"):
+                raise InvalidInput(f"priority of uid {uid} is {priority!r}; expected a finite number")
+        return await self.storage.set_priority({uid: float(p) for uid, p in priorities.items()})
+
+    async def ledger(self, *, tokens: bool = False) -> dict[str, LedgerLine]:
+        """Per task: issued = in_flight + buffered + leased + trained + filtered + failed + discarded (G1).
+
+        In groups, or in generated tokens.
+        """
+        await self._ready()
+        return await self.storage.ledger(tokens=tokens)
+
+    async def reasons(self) -> dict[str, dict[str, int]]:
+        """Why groups were filtered, failed or discarded, by task."""
+        await self._ready()
+        return {task_name: account.reasons for task_name, account in (await self.storage.accounts()).items()}
+
+    async def stats(self) -> dict[str, int]:
+        """Flat figures for any logger."""
+        ledger = await self.ledger()
+        return report.figures(
+            ledger,
+            await self.storage.ledger(tokens=True),
+            await self.storage.count_statuses(list(ledger), list(Status)),
+            await self.storage.accounts(),
+            await self.storage.usage(),
+            len(self._waits),
+        )
+
+
+def _asked(wants: Mapping[str, int]) -> list[str]:
+    return [task_name for task_name, n in wants.items() if n > 0]

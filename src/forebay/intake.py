@@ -1,0 +1,88 @@
+"""The door of the buffer: how the samples that a caller hands in become an arrival for the storage.
+
+Checked, stamped with versions, judged for age, described, in this order. The samples change hands here: the buffer
+keeps the very objects (their arrays become read-only), because copying eight of them for every group would cost
+more than all the rest. A group that is refused keeps its content; at the most it was stamped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from forebay.checks import check_group
+from forebay.errors import InvalidInput
+from forebay.record import Tags, describe
+from forebay.rollout import Group, RolloutState, Status, VersionSpans, freeze_arrays, group_status, versioned_tokens
+from forebay.staleness import EXPIRABLE, Limits, check_versions, expire_members, sample_staleness, stamp
+from forebay.storage.base import Arrival, Content
+
+__all__ = ["admit", "content_of", "expire_content"]
+
+
+def admit(
+    items: Sequence[RolloutState],
+    task_name: str,
+    *,
+    model_step: int | None,
+    train_step: int | None,
+    limits: Limits,
+    tags: Tags | None,
+    priority: float | None,
+) -> Arrival:
+    """The arrival of one group, or InvalidGroup that says what is wrong with it."""
+    group_id, attempt = check_group(items, task_name)
+    group = tuple(items)
+    if model_step is not None:
+        _stamp(group, model_step)
+    stale = False
+    if train_step is not None:
+        check_versions(group)
+        for state in group:
+            state.seq_staleness = sample_staleness(state, train_step)
+        if group_status(group) in EXPIRABLE:
+            expired = expire_members(group, limits.floors(train_step))
+            if limits.retryable:
+                group = expired or group
+            else:
+                stale = expired is not None or group_status(group) is Status.EXPIRED
+    return Arrival(
+        task_name=task_name,
+        content=content_of(group, tags, priority),
+        group_id=group_id,
+        attempt=attempt,
+        stale=stale,
+        reason="stale" if stale else _last_error(group),
+    )
+
+
+def _stamp(group: Group, model_step: int) -> None:
+    spans: VersionSpans = ()
+    for state in group:
+        tokens = versioned_tokens(state)
+        if state.version_spans or not spans or spans[0][1] != tokens:
+            spans = stamp(state.version_spans, tokens, model_step)
+        state.version_spans = spans
+        if len(spans) != 1 or spans[0][0] != model_step:
+            spans = ()  # only members of one version and length share their spans
+
+
+def content_of(group: Group, tags: Tags | None, priority: float | None) -> Content:
+    """A group of the buffer's own as the storage wants it."""
+    if priority is not None and not math.isfinite(priority):
+        raise InvalidInput(f"priority is {priority}; expected a finite number")
+    freeze_arrays(group)
+    return Content(group, describe(group), tags, priority)
+
+
+def expire_content(group: Group, limits: Limits, train_step: int) -> Content | None:
+    """What a stored group that is below the floors becomes; None if it is to be dropped."""
+    if not limits.retryable:
+        return None
+    expired = expire_members(group, limits.floors(train_step))
+    assert expired is not None, "a group is due only if a member is below the floors"
+    return content_of(expired, None, None)
+
+
+def _last_error(group: Group) -> str | None:
+    return next((state.error_msg for state in reversed(group) if state.error_msg), None)

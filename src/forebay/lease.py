@@ -1,0 +1,127 @@
+"""A lease: groups handed to a trainer that come back unless it confirms that it trained on them (G5).
+
+    async with buffer.lease_batch({"math": 64}, train_step=7) as lease:
+        train(lease.groups)
+    # acknowledged here; given back if train() raised
+
+A lease knows only ids; the storage decides whether they are still held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from types import TracebackType
+
+from forebay.arguments import checked_reason
+from forebay.errors import InvalidInput, LostLease
+from forebay.ledger import Event
+from forebay.rollout import RolloutState
+
+__all__ = ["Lease", "LeaseRequest"]
+
+log = logging.getLogger(__name__)
+
+Settle = Callable[[str, Sequence[int], Event, str | None], Awaitable[None]]
+
+
+class Lease:
+    """Groups of one batch, held for one train step until `ack`, `nack` or the end of the process.
+
+    The samples are shallow copies with read-only arrays: assigning their fields changes nothing in the buffer.
+    """
+
+    def __init__(
+        self,
+        lease_id: str,
+        train_step: int,
+        groups_by_task: dict[str, list[list[RolloutState]]],
+        uids: dict[tuple[str, int], int],
+        settle: Settle,
+    ) -> None:
+        self.id = lease_id
+        self.train_step = train_step
+        self.groups_by_task = groups_by_task
+        self._uids = uids
+        self._settle = settle
+        self._settled: Event | None = None
+
+    def __repr__(self) -> str:
+        state = "held" if self._settled is None else self._settled.name.lower()
+        return f"<Lease {self.id} for train step {self.train_step}: {len(self.groups)} groups, {state}>"
+
+    @property
+    def groups(self) -> list[list[RolloutState]]:
+        """The groups of all tasks, task after task."""
+        return [group for groups in self.groups_by_task.values() for group in groups]
+
+    @property
+    def open(self) -> bool:
+        """Whether it was neither acknowledged nor given back yet."""
+        return self._settled is None
+
+    async def ack(self) -> None:
+        """The trainer trained on these groups: they leave for good. LostLease if they were taken away."""
+        await self._settle_all(Event.ACKED)
+
+    async def nack(self) -> None:
+        """Give the groups back, to their old place in the order."""
+        await self._settle_all(Event.NACKED)
+
+    async def _settle_all(self, event: Event) -> None:
+        if self._settled is event:
+            return
+        if self._settled is not None:
+            raise LostLease(f"{self!r}: it was settled already, and cannot be {event.name.lower()} now")
+        await self._settle(self.id, list(self._uids.values()), event, None)
+        self._settled = event
+
+    async def reject(self, groups: Sequence[Sequence[RolloutState]], reason: str) -> None:
+        """These groups are of no use: they leave as discarded, for this reason; the others stay leased."""
+        checked_reason(reason)
+        if self._settled is not None:
+            raise LostLease(f"{self!r}: it was settled already, and nothing of it can be rejected now")
+        chosen: dict[tuple[str, int], int] = {}
+        for group in groups:
+            identity = (group[0].task_name, group[0].group_id) if len(group) else None
+            if identity not in self._uids:
+                raise InvalidInput(f"{identity} is not a group of {self!r}; expected groups as they were handed out")
+            chosen[identity] = self._uids[identity]
+        await self._settle(self.id, list(chosen.values()), Event.REJECTED, reason)
+        for identity in chosen:
+            del self._uids[identity]
+        for task_name, held in self.groups_by_task.items():
+            self.groups_by_task[task_name] = [group for group in held if (task_name, group[0].group_id) not in chosen]
+
+    async def settle_on_exit(self, error: BaseException | None) -> None:
+        """What leaving a `with` block does: acknowledge, or give back if the block raised."""
+        if error is None:
+            await self.ack()
+            return
+        try:
+            # A cancel that arrives now must not leave the groups leased.
+            await asyncio.shield(self.nack())
+        except LostLease as lost:  # the block's own error matters more
+            log.warning("lease_lost lease=%s %s", self.id, lost)
+
+
+class LeaseRequest:
+    """What `lease_batch` returns: await it for a lease, or enter it as an async context manager."""
+
+    def __init__(self, grant: Callable[[], Awaitable[Lease]]) -> None:
+        self._grant = grant
+        self._lease: Lease | None = None
+
+    def __await__(self) -> Generator[object, None, Lease]:
+        return self._grant().__await__()
+
+    async def __aenter__(self) -> Lease:
+        self._lease = await self._grant()
+        return self._lease
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lease is not None and self._lease.open:
+            await self._lease.settle_on_exit(error)

@@ -1,0 +1,31 @@
+"""What several tests share."""
+
+from __future__ import annotations
+
+import asyncio
+
+from forebay import ReplayBuffer, RolloutState
+from forebay.testing import make_group
+
+__all__ = ["closed_ledger", "turns"]
+
+
+async def closed_ledger(buffer: ReplayBuffer, task_name: str = "math") -> dict[str, int]:
+    """The ledger of a task without its zeros; all ledgers are closed, or the test fails."""
+    ledger = await buffer.ledger()
+    for name, line in ledger.items():
+        assert line["issued"] == sum(line.values()) - line["issued"], f"the ledger of {name} is open: {line}"
+    return {name: n for name, n in ledger.get(task_name, {}).items() if n}
+
+
+async def turns(n: int = 5) -> None:
+    """Let everything that is ready run."""
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+async def draw(buffer: ReplayBuffer, n: int = 1, task_name: str = "math") -> list[list[RolloutState]]:
+    """Issue n new prompts."""
+    cursor, _ = await buffer.position(task_name)
+    prompts = [make_group(status="init") for _ in range(n)]  # type: ignore[arg-type]
+    return await buffer.issue(prompts, task_name, cursor=cursor)

@@ -1,0 +1,206 @@
+"""The blocking facade: the same verbs, from any thread."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import inspect
+import random
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+import forebay
+from forebay import AsyncReplayBufferConfig, BufferClosed, Status, WaitTimeout, WrongEventLoop, blocking
+from forebay.testing import make_group
+
+
+@pytest.fixture
+def buffer() -> Iterator[blocking.ReplayBuffer]:
+    with blocking.ReplayBuffer(AsyncReplayBufferConfig(max_groups=64)) as buffer:
+        yield buffer
+
+
+def test_it_has_every_verb_with_the_same_arguments() -> None:
+    for name, verb in inspect.getmembers(forebay.ReplayBuffer, inspect.isfunction):
+        if not name.startswith("_"):
+            assert hasattr(blocking.ReplayBuffer, name), name
+            expected = inspect.signature(verb).parameters
+            assert inspect.signature(getattr(blocking.ReplayBuffer, name)).parameters == expected, name
+
+
+def test_every_verb_works(buffer: blocking.ReplayBuffer) -> None:
+    buffer.set_limits("math", stale_threshold=9)
+    uid = buffer.put(make_group(score=1.0), "math", model_step=0)
+    assert uid is not None
+    buffer.put_many([make_group(), make_group(status=Status.ABORTED)], "math", model_step=1)
+    assert len(buffer) == 3
+    assert buffer.count("math", Status.COMPLETED) == 2
+    assert buffer.count_statuses(["math"], [Status.ABORTED]) == {"math": {Status.ABORTED: 1}}
+    assert buffer.is_ready({"math": 2})
+    buffer.wait_ready({"math": 2}, timeout_s=1)
+    assert [record.uid for record in buffer.query({"reward": 1.0})] == [uid]
+    assert buffer.read(uid) is not None
+    assert buffer.set_priority({uid: 2.0}) == 1
+    with buffer.lease_batch({"math": 1}, train_step=1, timeout_s=1) as lease:
+        assert lease.train_step == 1
+        assert len(lease.groups) == len(lease.groups_by_task["math"]) == 1
+    buffer.lease_batch({"math": 1}, train_step=1).nack()
+    buffer.lease_batch({"math": 1}, train_step=1).ack()
+    assert len(buffer.redraw(1, "math")) == 1
+    assert buffer.position("math") == (0, None)
+    assert len(buffer.issue([make_group(status=Status.INIT)], "math", cursor=0)) == 1
+    assert buffer.refresh_staleness(task_stale_thresholds={"math": 1}, current_train_step=1) == {"math": 0}
+    assert buffer.get(1, "math", Status.COMPLETED) == []
+    assert buffer.take_batch({"math": 1}) == ({"math": []}, {"math": 0})
+    assert buffer.discard({}, "the end") == 0
+    assert buffer.ledger()["math"]["trained"] == 2
+    assert buffer.reasons() == {"math": {}}
+    assert buffer.stats()["forebay/math/in_flight"] == 2
+    assert "generating: 2 groups" in buffer.explain_wait()
+    with pytest.raises(WaitTimeout):
+        buffer.lease_batch({"math": 1}, train_step=1, timeout_s=0)
+
+
+def test_a_lease_is_given_back_on_an_exception(buffer: blocking.ReplayBuffer) -> None:
+    buffer.put(make_group(), "math")
+    with pytest.raises(RuntimeError), buffer.lease_batch({"math": 1}, train_step=1) as lease:
+        raise RuntimeError("out of memory")
+    assert not lease.native.open
+    assert buffer.ledger()["math"]["buffered"] == 1
+
+
+def test_a_lease_can_reject(buffer: blocking.ReplayBuffer) -> None:
+    buffer.put(make_group(), "math")
+    with buffer.lease_batch({"math": 1}, train_step=1) as lease:
+        lease.reject(lease.groups, "no gradient")
+    assert buffer.reasons() == {"math": {"no gradient": 1}}
+
+
+def test_threads_hammer_it_and_nothing_is_lost_or_doubled(buffer: blocking.ReplayBuffer) -> None:
+    producers, groups_each = 4, 150
+    total = producers * groups_each
+    taken: list[int] = []
+    guard = threading.Lock()
+
+    def produce(number: int) -> None:
+        for i in range(groups_each):
+            buffer.put(make_group(group_id=number * groups_each + i), "math", model_step=0, timeout_s=60)
+
+    def train(seed: int) -> None:
+        choice = random.Random(seed)
+        while True:
+            with guard:
+                if len(taken) >= total:
+                    return
+            try:
+                lease = buffer.lease_batch({"math": choice.randint(1, 3)}, train_step=1, timeout_s=0.01)
+            except WaitTimeout:
+                continue
+            if choice.random() < 0.2:
+                lease.nack()
+                continue
+            ids = [group[0].group_id or 0 for group in lease.groups]
+            lease.ack()
+            with guard:
+                taken.extend(ids)
+
+    def watch(stop: threading.Event) -> None:
+        while not stop.is_set():
+            line = buffer.ledger().get("math")
+            assert line is None or line["issued"] == sum(line.values()) - line["issued"]
+            buffer.stats()
+            buffer.explain_wait()
+            len(buffer)
+
+    stop = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(producers + 4) as pool:
+        watcher = pool.submit(watch, stop)
+        work = [pool.submit(produce, number) for number in range(producers)]
+        # Batches of one to three leave up to two groups that no batch of their own size takes; ones take them.
+        work += [pool.submit(train, seed) for seed in range(3)]
+        try:
+            for future in work:
+                future.result(timeout=120)
+        finally:
+            stop.set()
+        watcher.result(timeout=30)
+    assert sorted(taken) == list(range(total))
+    assert buffer.ledger()["math"]["trained"] == total
+
+
+def test_producers_run_on_the_buffers_own_loop(buffer: blocking.ReplayBuffer) -> None:
+    async def produce() -> int:
+        for _ in range(3):
+            await buffer.native.put(make_group(), "math")
+        return 3
+
+    produced = buffer.submit(produce())
+    buffer.wait_ready({"math": 3}, timeout_s=30)
+    assert produced.result(timeout=30) == 3
+
+
+def test_a_blocking_call_from_the_loop_itself_is_refused_instead_of_hanging(buffer: blocking.ReplayBuffer) -> None:
+    async def produce() -> None:
+        buffer.put(make_group(), "math")
+
+    with pytest.raises(WrongEventLoop, match="wait for itself"):
+        buffer.submit(produce()).result(timeout=30)
+
+
+def test_an_interrupted_wait_leaves_nothing_behind(
+    buffer: blocking.ReplayBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = concurrent.futures.Future.result
+    interrupted = threading.Event()
+
+    def interrupt(self: concurrent.futures.Future[object], timeout: float | None = None) -> object:
+        if not interrupted.is_set():
+            interrupted.set()
+            raise KeyboardInterrupt
+        return real(self, timeout)
+
+    monkeypatch.setattr(concurrent.futures.Future, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        buffer.lease_batch({"math": 1}, train_step=1)
+    monkeypatch.undo()
+    buffer.put(make_group(), "math")
+    with buffer.lease_batch({"math": 1}, train_step=1, timeout_s=30) as lease:
+        assert len(lease.groups) == 1
+    assert "nothing is waiting" in buffer.explain_wait()
+
+
+def test_a_lease_granted_while_the_caller_was_interrupted_is_given_back(
+    buffer: blocking.ReplayBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer.put(make_group(), "math")
+    real = concurrent.futures.Future.result
+    calls: list[int] = []
+
+    def interrupt(self: concurrent.futures.Future[object], timeout: float | None = None) -> object:
+        calls.append(1)
+        granted = real(self, timeout)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return granted
+
+    monkeypatch.setattr(concurrent.futures.Future, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        buffer.lease_batch({"math": 1}, train_step=1)
+    monkeypatch.undo()
+    line = buffer.ledger()["math"]
+    assert (line["buffered"], line["leased"]) == (1, 0)
+
+
+def test_closing_ends_waits_in_other_threads_and_later_calls_say_so() -> None:
+    buffer = blocking.ReplayBuffer(forebay.ReplayBuffer())
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(buffer.wait_ready, {"math": 1})
+        while "waited" not in buffer.explain_wait():
+            pass
+        buffer.close()
+        with pytest.raises(BufferClosed):
+            waiting.result(timeout=30)
+    buffer.close()
+    with pytest.raises(BufferClosed):
+        buffer.put(make_group(), "math")

@@ -1,0 +1,158 @@
+"""Configs: what they build, and what they refuse to be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay.buffer import ReplayBuffer
+from forebay.config import AsyncReplayBufferConfig, ReplayBufferConfig, SyncReplayBufferConfig, build_storage
+from forebay.errors import InvalidConfig, InvalidInput
+from forebay.policy import (
+    FIFOReplayPolicy,
+    FreshestReplayPolicy,
+    PriorityReplayPolicy,
+    ReplayPolicy,
+    StalenessReplayPolicy,
+)
+from forebay.storage.memory import MemoryStorage
+
+
+@pytest.mark.parametrize(
+    ("config", "policy"),
+    [
+        (ReplayBufferConfig(), FIFOReplayPolicy),
+        (SyncReplayBufferConfig(), FIFOReplayPolicy),
+        (AsyncReplayBufferConfig(), StalenessReplayPolicy),
+        (AsyncReplayBufferConfig(policy="freshest"), FreshestReplayPolicy),
+        (ReplayBufferConfig(policy="staleness"), StalenessReplayPolicy),
+        (ReplayBufferConfig(policy="priority"), PriorityReplayPolicy),
+        (ReplayBufferConfig(policy="freshest"), FreshestReplayPolicy),
+    ],
+    ids=repr,
+)
+def test_a_config_builds_a_buffer_in_memory_with_its_policy(
+    config: ReplayBufferConfig, policy: type[ReplayPolicy]
+) -> None:
+    buffer = config.build()
+    assert type(buffer) is ReplayBuffer
+    assert type(buffer.policy) is policy
+    assert type(buffer.storage) is MemoryStorage
+
+
+def test_every_build_gives_a_buffer_and_a_storage_of_its_own() -> None:
+    config = ReplayBufferConfig()
+    one, other = config.build(), config.build()
+    assert one is not other
+    assert one.storage is not other.storage
+    assert one.owner != other.owner
+
+
+def test_the_limits_of_a_config_reach_the_buffer() -> None:
+    buffer = ReplayBufferConfig(max_groups=7, max_bytes=1000, lease_s=2.5, keep_trained=3).build()
+    settings = buffer._settings
+    assert (settings.max_groups, settings.max_bytes, settings.keep_trained) == (7, 1000, 3)
+    assert buffer._lease_s == 2.5
+
+
+def test_a_config_can_name_the_storage_with_a_data_frame() -> None:
+    pytest.importorskip("pandas")
+    from forebay.storage.pandas import PandasStorage
+
+    assert type(ReplayBufferConfig(storage="pandas").build().storage) is PandasStorage
+    assert type(build_storage("pandas")) is PandasStorage
+
+
+@pytest.mark.parametrize("storage", ["redis://host", "Memory", ""])
+def test_an_unknown_storage_is_refused_when_the_config_is_made(storage: str) -> None:
+    with pytest.raises(InvalidConfig, match=f"unknown storage '{storage}'; expected 'memory'"):
+        ReplayBufferConfig(storage=storage)
+    with pytest.raises(InvalidConfig, match="unknown storage"):
+        build_storage(storage)
+
+
+def test_an_unknown_policy_is_refused_when_the_config_is_made() -> None:
+    with pytest.raises(InvalidConfig, match="unknown policy 'lifo'; expected one of fifo, staleness"):
+        ReplayBufferConfig(policy="lifo")  # type: ignore[arg-type]
+
+
+_UNFIT: list[tuple[str, Any]] = [
+    ("max_groups", 0),
+    ("max_groups", "5"),
+    ("max_groups", 2.5),
+    ("max_groups", True),
+    ("max_bytes", -1),
+    ("lease_s", 0),
+    ("lease_s", float("nan")),
+    ("lease_s", "60"),
+    ("keep_trained", -1),
+    ("keep_trained", None),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), _UNFIT)
+def test_a_value_that_does_not_fit_is_refused_when_the_config_is_made(key: str, value: Any) -> None:
+    with pytest.raises(InvalidInput, match=key):
+        ReplayBufferConfig(**{key: value})
+
+
+@pytest.mark.parametrize(("key", "value"), [*_UNFIT, ("policy", "lifo"), ("policy", 3), ("storage", "tape")])
+def test_a_value_that_does_not_fit_is_refused_in_a_mapping(key: str, value: Any) -> None:
+    with pytest.raises(InvalidConfig, match=f"SyncReplayBufferConfig: .*{key}"):
+        SyncReplayBufferConfig.from_mapping({key: value})
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError, match="immutable"):
+        ReplayBufferConfig().max_groups = 0  # type: ignore[misc]
+
+
+# --- mappings and files -------------------------------------------------------------------------------
+
+
+def test_a_mapping_gives_the_config_that_it_spells() -> None:
+    config = ReplayBufferConfig.from_mapping({"policy": "priority", "max_groups": 8, "lease_s": 30})
+    assert config == ReplayBufferConfig(policy="priority", max_groups=8, lease_s=30.0)
+    assert AsyncReplayBufferConfig.from_mapping({}) == AsyncReplayBufferConfig()
+
+
+@pytest.mark.parametrize("config", [ReplayBufferConfig, SyncReplayBufferConfig, AsyncReplayBufferConfig])
+def test_unknown_keys_are_refused(config: type[ReplayBufferConfig]) -> None:
+    with pytest.raises(InvalidConfig, match=f"{config.__name__}: .*unknown field `max_group`"):
+        config.from_mapping({"max_group": 3})
+    with pytest.raises(TypeError, match="max_group"):
+        config(max_group=3)  # type: ignore[call-arg]
+
+
+def test_a_table_of_a_toml_file_gives_a_config(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('title = "a run"\n[replay_buffer]\npolicy = "freshest"\nkeep_trained = 4\n[eval]\nmax_bytes = 9\n')
+    assert ReplayBufferConfig.from_toml(file) == ReplayBufferConfig(policy="freshest", keep_trained=4)
+    assert AsyncReplayBufferConfig.from_toml(str(file), "eval") == AsyncReplayBufferConfig(max_bytes=9)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", r"run\.toml has no table \[replay_buffer\]; it has nothing"),
+        (b"[eval]\n[train]\n", r"no table \[replay_buffer\]; it has eval, train"),
+        (b"replay_buffer = 3\n", r"no table \[replay_buffer\]"),
+        (b"[replay_buffer\n", r"run\.toml is not TOML"),
+        (b'[replay_buffer]\npolicy = "\xff"\n', r"run\.toml is not TOML"),
+        (b"[replay_buffer]\nmax_group = 3\n", "unknown field `max_group`"),
+        (b'[replay_buffer]\nmax_groups = "3"\n', r"Expected `int \| null`, got `str` - at `\$\.max_groups`"),
+        (b"[replay_buffer]\nmax_groups = 0\n", "max_groups is 0; expected at least 1"),
+    ],
+)
+def test_a_file_that_does_not_hold_a_config_says_why(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "run.toml"
+    file.write_bytes(content)
+    with pytest.raises(InvalidConfig, match=message):
+        ReplayBufferConfig.from_toml(file)
+
+
+def test_a_file_that_is_not_there_is_an_error_of_the_file_system(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ReplayBufferConfig.from_toml(tmp_path / "run.toml")

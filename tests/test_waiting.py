@@ -1,0 +1,157 @@
+"""Waiting: for groups, for room, until closed; never by polling, never for what cannot come."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from forebay import BufferClosed, MemoryStorage, ReplayBuffer, Status, WaitTimeout, WrongEventLoop
+from forebay.testing import make_group
+from forebay.waiting import Changes
+from tests.support import closed_ledger, draw, turns
+
+
+async def test_is_ready_ignores_tasks_asked_for_nothing() -> None:
+    buffer = ReplayBuffer()
+    await buffer.put(make_group(), "math")
+    assert await buffer.is_ready({"math": 1, "code": 0, "chat": -1})
+    assert not await buffer.is_ready({"math": 2})
+    assert await buffer.is_ready({})
+
+
+async def test_ready_agrees_with_what_a_lease_would_get() -> None:
+    buffer = ReplayBuffer()
+    await buffer.put(make_group(), "math", model_step=0)
+    await buffer.refresh_staleness(task_stale_thresholds={"math": 2}, current_train_step=4)
+    await buffer.put(make_group(), "math", model_step=0)  # too old already, and not judged at the door
+    assert not await buffer.is_ready({"math": 1})
+    with pytest.raises(WaitTimeout):
+        await buffer.wait_ready({"math": 1}, timeout_s=0)
+
+
+async def test_a_put_into_a_full_buffer_waits_for_room() -> None:
+    buffer = ReplayBuffer(max_groups=2)
+    await buffer.put_many([make_group(), make_group()], "math")
+    putting = asyncio.ensure_future(buffer.put_many([make_group(), make_group()], "math"))
+    await turns()
+    lease = await buffer.lease_batch({"math": 1}, train_step=1)
+    await turns()
+    assert not putting.done(), "what is leased still takes its place"
+    await lease.ack()
+    await turns()
+    assert not putting.done(), "there is room for one of two"
+    await buffer.get(1, "math", Status.COMPLETED)
+    assert len(await putting) == 2
+
+
+async def test_issuing_waits_for_room_and_returning_never_does() -> None:
+    buffer = ReplayBuffer(max_groups=1)
+    (group,) = await draw(buffer)
+    drawing = asyncio.ensure_future(draw(buffer))
+    await turns()
+    assert not drawing.done()
+    for state in group:
+        state.status = Status.COMPLETED
+    await buffer.put(group, "math")
+    await buffer.get(1, "math", Status.COMPLETED)
+    ((state, _),) = await drawing
+    assert state.group_id == 1
+
+
+async def test_a_put_that_times_out_stores_nothing() -> None:
+    buffer = ReplayBuffer(max_bytes=1_000)
+    await buffer.put(make_group(tokens=20), "math")
+    with pytest.raises(WaitTimeout, match="room for 1 groups"):
+        await buffer.put(make_group(tokens=20), "math", timeout_s=0)
+    assert await closed_ledger(buffer) == {"issued": 1, "buffered": 1}
+
+
+async def test_closing_ends_every_wait() -> None:
+    buffer = ReplayBuffer(max_groups=1)
+    await buffer.put(make_group(), "math")
+    waits = [
+        asyncio.ensure_future(buffer.wait_ready({"code": 1})),
+        asyncio.ensure_future(buffer.lease_batch({"code": 1}, train_step=1).__aenter__()),
+        asyncio.ensure_future(buffer.put(make_group(), "math")),
+    ]
+    await turns()
+    await buffer.close()
+    for ended in await asyncio.gather(*waits, return_exceptions=True):
+        assert isinstance(ended, BufferClosed)
+
+
+async def test_many_waiters_share_what_arrives() -> None:
+    buffer = ReplayBuffer()
+    taken: list[int] = []
+
+    async def train(step: int) -> None:
+        async with buffer.lease_batch({"math": 2}, train_step=step) as lease:
+            taken.extend(group[0].group_id or 0 for group in lease.groups)
+
+    trainers = [asyncio.create_task(train(step)) for step in range(1, 11)]
+    for number in range(20):
+        await buffer.put(make_group(group_id=number), "math")
+        await turns(1)
+    await asyncio.gather(*trainers)
+    assert sorted(taken) == list(range(20))
+
+
+async def test_a_timeout_in_between_does_not_lose_the_wake_up_of_others() -> None:
+    buffer = ReplayBuffer()
+    patient = asyncio.ensure_future(buffer.wait_ready({"math": 1}))
+    with pytest.raises(WaitTimeout):
+        await buffer.wait_ready({"math": 1}, timeout_s=0.001)
+    await buffer.put(make_group(), "math")
+    await asyncio.wait_for(patient, 5)
+
+
+async def test_a_dead_holder_is_noticed_when_its_time_is_up() -> None:
+    storage = MemoryStorage()
+    dead, alive = ReplayBuffer(storage=storage, lease_s=0.05), ReplayBuffer(storage=storage)
+    await dead.put(make_group(), "math")
+    await dead.lease_batch({"math": 1}, train_step=1)
+    assert dead._heartbeat is not None
+    dead._heartbeat.stop()  # what a killed process does
+    lease = await alive.lease_batch({"math": 1}, train_step=1, timeout_s=30)
+    assert len(lease.groups) == 1
+
+
+async def test_a_live_holder_keeps_its_lease_by_beating() -> None:
+    storage = MemoryStorage()
+    holder, other = ReplayBuffer(storage=storage, lease_s=0.2), ReplayBuffer(storage=storage)
+    await holder.put(make_group(), "math")
+    lease = await holder.lease_batch({"math": 1}, train_step=1)
+    with pytest.raises(WaitTimeout, match="held by"):
+        await other.lease_batch({"math": 1}, train_step=1, timeout_s=0.6)
+    await lease.ack()
+    await holder.close()
+
+
+async def test_changes_from_another_thread_wake_the_loop() -> None:
+    changes = Changes(asyncio.get_running_loop())
+    ticket = changes.ticket
+    threading.Thread(target=changes.notify).start()
+    await asyncio.wait_for(changes.wait(ticket, None), 5)
+    assert changes.ticket == ticket + 1
+
+
+async def test_a_change_between_look_and_wait_is_not_missed() -> None:
+    changes = Changes(asyncio.get_running_loop())
+    ticket = changes.ticket
+    changes.notify()
+    await asyncio.wait_for(changes.wait(ticket, None), 5)
+
+
+def test_a_buffer_moves_to_a_new_loop_when_the_old_one_is_closed() -> None:
+    buffer = ReplayBuffer()
+    asyncio.run(buffer.put(make_group(), "math"))
+    assert asyncio.run(buffer.count("math", Status.COMPLETED)) == 1
+
+
+async def test_a_buffer_refuses_a_second_loop_that_runs_beside_the_first() -> None:
+    buffer = ReplayBuffer()
+    await buffer.put(make_group(), "math")
+    with pytest.raises(WrongEventLoop, match=r"forebay\.blocking"):
+        await asyncio.to_thread(asyncio.run, buffer.count("math", Status.COMPLETED))
