@@ -1,0 +1,39 @@
+"""What the README and the examples show really runs."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT)
+
+
+def test_the_code_in_the_readme_runs() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    result = run("-W", "error", "-c", code)
+    assert result.returncode == 0, result.stderr
+    assert "training on 8 groups" in result.stdout
+    assert "'trained': 8" in result.stdout
+
+
+def test_the_demo_ends_with_a_closed_ledger() -> None:
+    result = run("-W", "error", "examples/producers_and_trainer.py", "--steps", "12")
+    assert result.returncode == 0, result.stderr
+    assert "It is closed" in result.stdout
+
+
+def test_the_demo_refuses_a_wrong_argument() -> None:
+    result = run("examples/producers_and_trainer.py", "--steps", "0")
+    assert result.returncode == 2
+    assert "expected at least 1" in result.stderr
+
+
+def test_the_files_that_the_readme_points_to_exist() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()):
+        assert (ROOT / target).exists(), target
