@@ -10,6 +10,7 @@ from forebay.config import AsyncReplayBufferConfig, ReplayBufferConfig, SyncRepl
 from forebay.errors import (
     BufferClosed,
     CursorMoved,
+    DamagedData,
     DuplicateGroup,
     ForebayError,
     InvalidConfig,
@@ -19,6 +20,7 @@ from forebay.errors import (
     LostLease,
     NoRoom,
     PolicyError,
+    UnsupportedPayload,
     WaitTimeout,
     WrongEventLoop,
 )
@@ -46,6 +48,7 @@ __all__ = [
     "BufferClosed",
     "Column",
     "CursorMoved",
+    "DamagedData",
     "DuplicateGroup",
     "End",
     "FIFOReplayPolicy",
@@ -73,6 +76,7 @@ __all__ = [
     "Status",
     "Storage",
     "SyncReplayBufferConfig",
+    "UnsupportedPayload",
     "WaitTimeout",
     "WrongEventLoop",
     "finish_status",

@@ -5,7 +5,9 @@
     │   ├── InvalidGroup               members that do not make a group: mixed, unequal lengths, bad ids
     │   │   └── DuplicateGroup         a group of this identity is already there
     │   ├── InvalidQuery               a query that names no field, no operator, or a wrong operand
-    │   └── InvalidConfig              settings that contradict each other, or that must deadlock
+    │   ├── InvalidConfig              settings that contradict each other, or that must deadlock
+    │   └── UnsupportedPayload         a value inside a sample that cannot be stored as plain data
+    ├── DamagedData                    bytes that are not what they claim to be
     ├── PolicyError                    a policy of the user's own chose what it was not offered
     ├── WaitTimeout (TimeoutError)     a wait ran out of time; carries what it was waiting for
     ├── NoRoom                         the capacity is used up just now (a wait for room handles it)
@@ -22,6 +24,7 @@ from __future__ import annotations
 __all__ = [
     "BufferClosed",
     "CursorMoved",
+    "DamagedData",
     "DuplicateGroup",
     "ForebayError",
     "InvalidConfig",
@@ -31,6 +34,7 @@ __all__ = [
     "LostLease",
     "NoRoom",
     "PolicyError",
+    "UnsupportedPayload",
     "WaitTimeout",
     "WrongEventLoop",
 ]
@@ -58,6 +62,14 @@ class InvalidQuery(InvalidInput):
 
 class InvalidConfig(InvalidInput):
     """Settings that contradict each other, or under which a wait could never end."""
+
+
+class UnsupportedPayload(InvalidInput):
+    """A value inside a sample is not plain data; the message has its path."""
+
+
+class DamagedData(ForebayError):
+    """Bytes that are truncated, altered, foreign, or of a newer version. Nothing was taken from them."""
 
 
 class PolicyError(ForebayError):

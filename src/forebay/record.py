@@ -20,8 +20,8 @@ from forebay.staleness import Floors, group_newest_step, group_oldest_step, grou
 
 __all__ = ["Facts", "Record", "Row", "Scalar", "Tags", "check_tags", "describe", "identify", "is_fresh", "present"]
 
-Scalar: TypeAlias = "str | int | float | bool | None"
-Tags: TypeAlias = "Mapping[str, Scalar]"
+Scalar: TypeAlias = str | int | float | bool | None
+Tags: TypeAlias = Mapping[str, Scalar]
 
 NO_TAGS: Tags = {}
 

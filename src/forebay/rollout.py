@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import msgspec
 from numpy import floating, integer, ndarray
-from numpy.typing import NDArray
 
 from forebay.errors import InvalidGroup
 
@@ -38,8 +37,13 @@ __all__ = [
     "versioned_tokens",
 ]
 
-TokenColumn: TypeAlias = "list[int] | list[float] | NDArray[Any]"
-VersionSpans: TypeAlias = "tuple[tuple[int, int], ...]"
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    TokenColumn: TypeAlias = list[int] | list[float] | NDArray[Any]
+else:
+    TokenColumn = Any  # the codec reads it from here; `checks` says what it may be
+VersionSpans: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Status(enum.StrEnum):
@@ -71,7 +75,7 @@ class SampleParams(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     seed: int | None = None
 
 
-class RolloutState(msgspec.Struct, kw_only=True, gc=False):
+class RolloutState(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     """One prompt with one response. Only `message` is required.
 
     Not tracked by Python's cycle collector (`gc=False`): a buffer of 100,000 groups would otherwise stop

@@ -1,0 +1,391 @@
+"""Bytes and groups: how samples, records and accounts are written, and read without being trusted.
+
+A group is one frame:
+
+    magic "FBG1" | version u8 | 3 x 0 | head bytes u32 | body bytes u64 | crc32 u32 | head | body
+
+The head is MessagePack: the samples, with the prompt written once for all members that share it. The body is the raw
+buffers of the arrays, each aligned to 16 bytes; where an array stood, the head has extension 1 (dtype, shape,
+offset). Extension 2 is a tuple. There are no others, and none can name code: reading a frame creates plain data
+and arrays, or raises DamagedData (G9). Arrays are decoded as read-only views of the frame, without a copy.
+
+Lists stay lists, arrays stay arrays, tuples tuples. A value of any other type is UnsupportedPayload, with its path.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Sequence
+from math import prod
+from typing import Any, TypeAlias
+from zlib import crc32
+
+import msgspec
+import numpy as np
+from msgspec.msgpack import Decoder, Encoder, Ext
+
+from forebay.checks import check_group
+from forebay.errors import DamagedData, InvalidGroup, UnsupportedPayload
+from forebay.ledger import Account
+from forebay.record import Record
+from forebay.rollout import Group, RolloutState
+
+__all__ = [
+    "MAX_FRAME_BYTES",
+    "decode_account",
+    "decode_group",
+    "decode_record",
+    "encode_account",
+    "encode_group",
+    "encode_record",
+]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+_MAGIC = b"FBG1"
+_VERSION = 1
+_HEADER = struct.Struct("<4sB3xIQI")
+_ALIGNMENT = 16
+_MAX_DIMENSIONS = 8
+_MAX_DEPTH = 64
+_MAX_SAMPLES = 65_536
+
+MAX_FRAME_BYTES = 4 * 2**30
+"""No group is larger: what claims to be is refused before anything is allocated."""
+
+_ARRAY, _TUPLE = 1, 2
+# Named as safetensors names them; the number is what is written.
+_DTYPES = {
+    "BOOL": (1, "bool"),
+    "U8": (2, "uint8"),
+    "I8": (3, "int8"),
+    "U16": (4, "<u2"),
+    "I16": (5, "<i2"),
+    "U32": (6, "<u4"),
+    "I32": (7, "<i4"),
+    "U64": (8, "<u8"),
+    "I64": (9, "<i8"),
+    "F16": (10, "<f2"),
+    "F32": (11, "<f4"),
+    "F64": (12, "<f8"),
+    "BF16": (13, "bfloat16"),
+}
+_CODE_OF = {np.dtype(name).str: code for code, name in _DTYPES.values() if name != "bfloat16"}
+_NAME_OF = dict(_DTYPES.values())
+
+_PROMPT_FIELDS = ("message", "prompt_ids", "mm_info", "reward_model", "data_source", "tools", "tool_choice")
+_USER_FIELDS = (
+    "message",
+    "data_source",
+    "reward_model",
+    "mm_info",
+    "tools",
+    "tool_choice",
+    "tool_calls",
+    "routed_experts",
+    "reward",
+    "extra_fields",
+)
+_COLUMNS = ("prompt_ids", "tokens", "response_ids", "logprobs", "response_mask", "input_ids", "labels")
+
+
+class _Head(msgspec.Struct, array_like=True, gc=False):
+    """`prompts[i]` is the member that sample i has its prompt from: itself, or an earlier one."""
+
+    prompts: list[int]
+    samples: list[RolloutState]
+
+
+# --- write --------------------------------------------------------------------------------------------
+
+
+def encode_group(group: Sequence[RolloutState]) -> bytes:
+    """A group as one frame; UnsupportedPayload names the value that is not plain data."""
+    arrays = _ArrayWriter()
+    prompts: list[int] = []
+    samples: list[RolloutState] = []
+    for index, state in enumerate(group):
+        source = next((i for i in range(index) if prompts[i] == i and _same_prompt(group[i], state)), index)
+        prompts.append(source)
+        written = state.__copy__()
+        if source != index:
+            written.message = []
+            for name in _PROMPT_FIELDS[1:]:
+                setattr(written, name, None)
+        for name in _USER_FIELDS:
+            value = getattr(written, name)
+            if value:
+                plain = arrays.plain(value, f"$[{index}].{name}", 0) if type(value) not in _LEAVES else value
+                if plain is not value:
+                    setattr(written, name, plain)
+        samples.append(written)
+    try:
+        head = arrays.encode(_Head(prompts, samples))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise UnsupportedPayload(f"{_culprit(group, arrays) or '$'}: {error}") from None
+    padding = -(_HEADER.size + len(head)) % _ALIGNMENT
+    body = [bytes(padding), *arrays.buffers]
+    crc = crc32(head)
+    for part in body:
+        crc = crc32(part, crc)
+    size = padding + arrays.size
+    return b"".join([_HEADER.pack(_MAGIC, _VERSION, len(head), size, crc), head, *body])
+
+
+class _ArrayWriter:
+    """Collects the buffers of the arrays that an encoder meets."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self.size = 0
+        self._encoder = Encoder(enc_hook=self._hook)
+        self.encode = self._encoder.encode
+        self._written: dict[int, tuple[np.ndarray[Any, Any], Ext]] = {}
+
+    def _hook(self, value: object) -> Ext:
+        if not isinstance(value, np.ndarray):
+            raise TypeError(f"a {type(value).__name__} is not plain data")
+        known = self._written.get(id(value))
+        if known is not None and known[0] is value:
+            return known[1]
+        array = _contiguous(value)
+        offset = self.size
+        self.buffers.append(memoryview(array.data).cast("B") if array.size else b"")
+        padding = -array.nbytes % _ALIGNMENT
+        if padding:
+            self.buffers.append(bytes(padding))
+        self.size += array.nbytes + padding
+        dims = struct.pack(f"<BB{array.ndim + 1}Q", _dtype_code(value.dtype), array.ndim, offset, *array.shape)
+        ext = Ext(_ARRAY, dims)
+        self._written[id(value)] = (value, ext)
+        return ext
+
+    def plain(self, value: Any, path: str, depth: int) -> Any:
+        """The value itself if it is plain data, a copy with its tuples marked, or UnsupportedPayload."""
+        kind = type(value)
+        if kind in _LEAVES:
+            return value
+        if depth > _MAX_DEPTH:
+            raise UnsupportedPayload(f"{path[:120]}: nested deeper than {_MAX_DEPTH} levels")
+        if kind is dict:
+            for key in value:
+                if type(key) is not str:
+                    raise UnsupportedPayload(f"{path}: a key is {key!r}; expected texts as keys")
+            changed = {
+                key: plain
+                for key, item in value.items()
+                if type(item) not in _LEAVES and (plain := self.plain(item, f"{path}.{key}", depth + 1)) is not item
+            }
+            return {**value, **changed} if changed else value
+        if kind is list or kind is tuple:
+            items = [
+                item if type(item) in _LEAVES else self.plain(item, f"{path}[{i}]", depth + 1)
+                for i, item in enumerate(value)
+            ]
+            if kind is tuple:
+                return Ext(_TUPLE, self.encode(items))
+            return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
+        if isinstance(value, np.ndarray):
+            try:
+                _dtype_code(value.dtype)
+            except TypeError as error:
+                raise UnsupportedPayload(f"{path}: {error}") from None
+            return value
+        raise UnsupportedPayload(
+            f"{path}: a {kind.__module__}.{kind.__qualname__} is not plain data; expected texts, numbers, bools, None, "
+            "bytes, lists, tuples, dicts and numpy arrays of them (numpy scalars: .item(); torch tensors: .numpy())"
+        )
+
+
+_LEAVES = frozenset((str, int, float, bool, type(None), bytes))
+
+
+def _culprit(group: Sequence[RolloutState], arrays: _ArrayWriter) -> str | None:
+    """The path of what could not be encoded, found the slow way."""
+    for index, state in enumerate(group):
+        for name in RolloutState.__struct_fields__:
+            value = getattr(state, name)
+            path = f"$[{index}].{name}"
+            if name in _COLUMNS and type(value) is list:
+                for position, item in enumerate(value):
+                    try:
+                        msgspec.msgpack.encode(item)
+                    except Exception:
+                        return f"{path}[{position}] ({type(item).__name__})"
+            try:
+                arrays.encode(value)
+            except Exception:
+                return path
+    return None
+
+
+def _same_prompt(one: RolloutState, other: RolloutState) -> bool:
+    return all(_same(getattr(one, name), getattr(other, name)) for name in _PROMPT_FIELDS)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    try:
+        # 1 == 1.0 == True, and they are not the same: what goes in must come out.
+        return bool(one == other) and repr(one) == repr(other)
+    except ValueError:  # arrays inside, which have no single truth
+        return False
+
+
+def _contiguous(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    little = array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
+    contiguous = np.ascontiguousarray(little).reshape(array.shape)
+    # numpy lends no buffer of a dtype that it does not know itself.
+    return contiguous.view(np.uint16) if array.dtype.name == "bfloat16" else contiguous
+
+
+def _dtype_code(dtype: np.dtype[Any]) -> int:
+    if dtype.name == "bfloat16":
+        return _DTYPES["BF16"][0]
+    code = _CODE_OF.get(dtype.newbyteorder("<").str)
+    if code is None:
+        raise TypeError(f"an array of {dtype} is not plain data; expected one of {', '.join(_DTYPES)}")
+    return code
+
+
+# --- read ---------------------------------------------------------------------------------------------
+
+
+class _Reading(threading.local):
+    """The body that the arrays of the frame being read are in."""
+
+    body: memoryview = memoryview(b"")
+    depth: int = 0
+
+
+_reading = _Reading()
+
+
+def decode_group(frame: Buffer) -> Group:
+    """The samples of a frame, arrays as read-only views of it; DamagedData if it is not one."""
+    view = memoryview(frame).cast("B").toreadonly()
+    head, body = _split(view)
+    _reading.body, _reading.depth = body, 0
+    try:
+        content = _group_decoder.decode(head)
+        group = _with_prompts(content)
+        check_group(group, group[0].task_name or "")
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, InvalidGroup, OverflowError) as error:
+        raise DamagedData(f"a group frame of {len(view)} bytes cannot be read: {error}") from None
+    finally:
+        _reading.body = memoryview(b"")
+    return group
+
+
+def _split(view: memoryview) -> tuple[memoryview, memoryview]:
+    if len(view) < _HEADER.size:
+        raise DamagedData(f"a group frame has at least {_HEADER.size} bytes; this one has {len(view)}")
+    magic, version, head_bytes, body_bytes, crc = _HEADER.unpack_from(view)
+    if magic != _MAGIC:
+        raise DamagedData(f"a group frame starts with {_MAGIC!r}; this one with {magic!r}")
+    if version != _VERSION:
+        raise DamagedData(
+            f"a group frame of version {version}; this Forebay reads version {_VERSION}: use a newer Forebay"
+        )
+    expected = _HEADER.size + head_bytes + body_bytes
+    if expected != len(view) or expected > MAX_FRAME_BYTES:
+        raise DamagedData(f"a group frame says that it has {expected} bytes; there are {len(view)}")
+    if bytes(view[5:8]) != b"\0\0\0" or crc32(view[_HEADER.size :]) != crc:
+        raise DamagedData(f"the checksum of a group frame of {len(view)} bytes does not match: it was altered")
+    # The padding between them belongs to neither.
+    start = _HEADER.size + head_bytes
+    return view[_HEADER.size : start], view[start + (-start % _ALIGNMENT) :]
+
+
+def _with_prompts(content: _Head) -> Group:
+    samples, prompts = content.samples, content.prompts
+    if not 1 <= len(samples) <= _MAX_SAMPLES or len(prompts) != len(samples):
+        raise InvalidGroup(f"{len(samples)} samples with {len(prompts)} prompts; expected as many, and at least one")
+    for index, source in enumerate(prompts):
+        if source == index:
+            continue
+        if not 0 <= source < index or prompts[source] != source:
+            raise InvalidGroup(f"sample {index} has its prompt from sample {source}, which has none of its own")
+        for name in _PROMPT_FIELDS:
+            setattr(samples[index], name, getattr(samples[source], name))
+    return tuple(samples)
+
+
+def _read_extension(code: int, data: memoryview) -> Any:
+    if code == _TUPLE:
+        _reading.depth += 1
+        if _reading.depth > _MAX_DEPTH:
+            raise InvalidGroup(f"tuples nested deeper than {_MAX_DEPTH} levels")
+        items = _value_decoder.decode(data)
+        _reading.depth -= 1
+        if type(items) is not list:
+            raise InvalidGroup("a tuple that is none")
+        return tuple(items)
+    if code == _ARRAY:
+        return _read_array(data)
+    raise InvalidGroup(f"an extension of type {code}; there are only 1 (an array) and 2 (a tuple)")
+
+
+def _read_array(data: memoryview) -> np.ndarray[Any, Any]:
+    if len(data) < 10 or data[1] > _MAX_DIMENSIONS or len(data) != 2 + 8 * (data[1] + 1):
+        raise InvalidGroup(f"an array described by {len(data)} bytes")
+    code, dimensions, offset, *shape = struct.unpack(f"<BB{data[1] + 1}Q", data)
+    name = _NAME_OF.get(code)
+    if name is None:
+        raise InvalidGroup(f"an array of unknown type {code}")
+    dtype = _bfloat16() if name == "bfloat16" else np.dtype(name)
+    items = prod(shape)
+    if offset + items * dtype.itemsize > len(_reading.body) or max(shape, default=0) > MAX_FRAME_BYTES:
+        raise InvalidGroup(f"an array of {items} {name} at byte {offset} does not fit into {len(_reading.body)} bytes")
+    if items == 0:
+        array = np.empty(shape, dtype)
+        array.setflags(write=False)
+        return array
+    if name == "bfloat16":
+        flat = np.frombuffer(_reading.body, np.uint16, items, offset).view(dtype)
+    else:
+        flat = np.frombuffer(_reading.body, dtype, items, offset)
+    return flat if dimensions == 1 else flat.reshape(shape)
+
+
+def _bfloat16() -> np.dtype[Any]:
+    try:
+        from ml_dtypes import bfloat16
+    except ModuleNotFoundError:
+        raise InvalidGroup("an array of bfloat16; reading it needs the package ml_dtypes") from None
+    found: np.dtype[Any] = np.dtype(bfloat16)
+    return found
+
+
+_group_decoder = Decoder(_Head, ext_hook=_read_extension)
+_value_decoder = Decoder(ext_hook=_read_extension)
+
+
+# --- records and accounts -----------------------------------------------------------------------------
+
+encode_record = Encoder().encode
+encode_account = Encoder().encode
+_record_decoder = Decoder(Record)
+_account_decoder = Decoder(Account)
+
+
+def decode_record(data: Buffer) -> Record:
+    """A record, or DamagedData."""
+    try:
+        return _record_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedData(f"a record cannot be read: {error}") from None
+
+
+def decode_account(data: Buffer) -> Account:
+    """An account, or DamagedData."""
+    try:
+        return _account_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedData(f"an account cannot be read: {error}") from None
