@@ -42,6 +42,7 @@ _TABLE: list[tuple[Event, set[Place | None], Place | End]] = [
     (Event.TAKEN_FAILED, {Place.BUFFERED}, End.FAILED),
     (Event.TAKEN_FILTERED, {Place.BUFFERED}, End.FILTERED),
     (Event.DISCARDED, {Place.BUFFERED}, End.DISCARDED),
+    (Event.REWOUND, {Place.ARCHIVED}, Place.BUFFERED),
 ]
 _EVERYWHERE: tuple[Place | None, ...] = (None, *Place)
 

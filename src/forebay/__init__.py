@@ -9,6 +9,7 @@ from forebay.buffer import ReplayBuffer
 from forebay.config import AsyncReplayBufferConfig, ReplayBufferConfig, SyncReplayBufferConfig
 from forebay.errors import (
     BufferClosed,
+    CheckpointError,
     CursorMoved,
     DamagedData,
     DuplicateGroup,
@@ -20,6 +21,8 @@ from forebay.errors import (
     LostLease,
     NoRoom,
     PolicyError,
+    StorageError,
+    StorageInUse,
     UnsupportedPayload,
     WaitTimeout,
     WrongEventLoop,
@@ -46,6 +49,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AsyncReplayBufferConfig",
     "BufferClosed",
+    "CheckpointError",
     "Column",
     "CursorMoved",
     "DamagedData",
@@ -75,6 +79,8 @@ __all__ = [
     "StalenessReplayPolicy",
     "Status",
     "Storage",
+    "StorageError",
+    "StorageInUse",
     "SyncReplayBufferConfig",
     "UnsupportedPayload",
     "WaitTimeout",

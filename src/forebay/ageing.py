@@ -11,6 +11,9 @@ import asyncio
 import logging
 from collections.abc import Collection, Iterable, Mapping
 
+import msgspec
+
+from forebay.errors import DamagedData, InvalidInput
 from forebay.intake import expire_content
 from forebay.ledger import Watermark
 from forebay.query import And, Compare
@@ -67,6 +70,18 @@ class Ageing:
         )
         self._given[task_name] = limits
         return limits
+
+    def state(self) -> dict[str, dict[str, int | bool | None]]:
+        """The limits that are kept, as plain data for a checkpoint."""
+        return {task_name: msgspec.structs.asdict(limits) for task_name, limits in self._kept.items()}
+
+    def load_state(self, state: object) -> None:
+        """Take up saved limits; those that were set since stay."""
+        try:
+            saved = msgspec.convert(state, dict[str, Limits])
+        except (msgspec.ValidationError, InvalidInput) as error:
+            raise DamagedData(f"the limits of a checkpoint cannot be read: {error}") from None
+        self._kept = saved | self._kept
 
     async def advance(self, train_step: int, limits: Mapping[str, Limits]) -> None:
         """From now on nothing of these tasks leaves that is too old for the step."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
@@ -304,6 +305,12 @@ class ReplayBuffer:
 
     def explain_wait(self) -> str:
         return self._call(self.native.explain_wait())
+
+    def save(self, path: str | os.PathLike[str], *, model_step: int | None = None) -> None:
+        self._call(self.native.save(path, model_step=model_step))
+
+    def resume(self, path: str | os.PathLike[str]) -> int | None:
+        return self._call(self.native.resume(path))
 
 
 class Lease:

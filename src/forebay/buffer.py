@@ -27,6 +27,7 @@ from forebay.policy import FIFOReplayPolicy, ReplayPolicy
 from forebay.query import And, Compare, Node, parse, resolve_staleness
 from forebay.record import Record, Row, Tags, check_tags, present
 from forebay.rollout import RolloutState, Status
+from forebay.saving import resume_storage, save_storage
 from forebay.staleness import EXPIRABLE, Limits, apply_token_mask, check_step, sample_staleness
 from forebay.storage.base import Arrival, Claim, Claimed, Purpose, Settings, Storage
 from forebay.storage.memory import MemoryStorage
@@ -629,6 +630,30 @@ class ReplayBuffer:
             await self.storage.usage(),
             len(self._waits),
         )
+
+    # --- checkpoints ----------------------------------------------------------------------------------
+
+    async def save(self, path: str | os.PathLike[str], *, model_step: int | None = None) -> None:
+        """Write a checkpoint of everything, at any moment, while everything goes on.
+
+        `model_step` says which weights it goes with: leases for steps up to it are saved as trained. The checkpoint
+        that was at the path stays until the new one is complete.
+        """
+        await self._ready()
+        check_step("model_step", model_step, least=0)
+        await save_storage(self.storage, path, model_step=model_step, extra={"limits": self._ageing.state()})
+
+    async def resume(self, path: str | os.PathLike[str]) -> int | None:
+        """Take up a checkpoint, under any policy and in any storage; returns its model step.
+
+        Into another storage than it was made from: that must be empty. Into the same durable store: what was
+        acknowledged for steps after the model step is handed out again.
+        """
+        await self._ready()
+        manifest = await resume_storage(self.storage, path)
+        self._ageing.load_state(manifest.extra.get("limits", {}))
+        await self._ageing.recall()
+        return manifest.model_step
 
 
 def _asked(wants: Mapping[str, int]) -> list[str]:

@@ -29,7 +29,7 @@ from forebay.checks import check_group
 from forebay.errors import DamagedData, InvalidGroup, UnsupportedPayload
 from forebay.ledger import Account
 from forebay.record import Record
-from forebay.rollout import Group, RolloutState
+from forebay.rollout import Group, RolloutState, SampleParams
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -102,21 +102,26 @@ class _Head(msgspec.Struct, array_like=True, gc=False):
 
 def encode_group(group: Sequence[RolloutState]) -> bytes:
     """A group as one frame; UnsupportedPayload names the value that is not plain data."""
+    if len(group) > _MAX_SAMPLES:
+        raise UnsupportedPayload(f"a group of {len(group)} samples; expected at most {_MAX_SAMPLES}")
     arrays = _ArrayWriter()
     prompts: list[int] = []
     samples: list[RolloutState] = []
     for index, state in enumerate(group):
-        source = next((i for i in range(index) if prompts[i] == i and _same_prompt(group[i], state)), index)
+        # Members share the prompt of the first, or (another prompt further on) that of their neighbour.
+        sources = {0, prompts[-1]} if prompts else ()
+        source = next((i for i in sources if _same_prompt(group[i], state)), index)
         prompts.append(source)
         written = state.__copy__()
         if source != index:
             written.message = []
             for name in _PROMPT_FIELDS[1:]:
                 setattr(written, name, None)
+        _check_types(written, index)
         for name in _USER_FIELDS:
             value = getattr(written, name)
-            if value:
-                plain = arrays.plain(value, f"$[{index}].{name}", 0) if type(value) not in _LEAVES else value
+            if type(value) not in _LEAVES:
+                plain = arrays.plain(value, f"$[{index}].{name}", 0)
                 if plain is not value:
                     setattr(written, name, plain)
         samples.append(written)
@@ -131,6 +136,52 @@ def encode_group(group: Sequence[RolloutState]) -> bytes:
         crc = crc32(part, crc)
     size = padding + arrays.size
     return b"".join([_HEADER.pack(_MAGIC, _VERSION, len(head), size, crc), head, *body])
+
+
+_NONE = type(None)
+_FIELD_TYPES: dict[str, tuple[type, ...]] = {
+    "task_name": (str, _NONE),
+    "message": (list,),
+    "reward_model": (dict, _NONE),
+    "mm_info": (dict, _NONE),
+    "tools": (list, _NONE),
+    "session_id": (int, str, _NONE),
+    "sample_params": (SampleParams, _NONE),
+    "response": (str, _NONE),
+    "finish_reason": (str, _NONE),
+    "tool_calls": (list, _NONE),
+    "reward": (dict, _NONE),
+    "error_msg": (str, _NONE),
+    "extra_fields": (dict,),
+}
+_NUMBERS = frozenset((int, float, bool))
+
+
+def _check_types(state: RolloutState, index: int) -> None:
+    """What is written must be readable: UnsupportedPayload for a field of a type that a reader would refuse."""
+    for name, kinds in _FIELD_TYPES.items():
+        value = getattr(state, name)
+        if type(value) not in kinds:
+            expected = " or ".join("None" if kind is _NONE else kind.__name__ for kind in kinds)
+            raise UnsupportedPayload(f"$[{index}].{name}: a {type(value).__name__}; expected {expected}")
+    for name in ("message", "tools", "tool_calls"):
+        for position, item in enumerate(getattr(state, name) or ()):
+            if type(item) is not dict:
+                raise UnsupportedPayload(f"$[{index}].{name}[{position}]: a {type(item).__name__}; expected a dict")
+    for name in _COLUMNS:
+        column = getattr(state, name)
+        if type(column) is list:
+            if not set(map(type, column)) <= _NUMBERS:
+                position = next(i for i, item in enumerate(column) if type(item) not in _NUMBERS)
+                kind = type(column[position]).__name__
+                raise UnsupportedPayload(f"$[{index}].{name}[{position}]: a {kind}; expected a number")
+        elif column is not None and type(column) is not np.ndarray:
+            raise UnsupportedPayload(f"$[{index}].{name}: a {type(column).__name__}; expected a list or a numpy array")
+    if state.sample_params is not None:
+        try:
+            msgspec.convert(msgspec.to_builtins(state.sample_params), SampleParams)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise UnsupportedPayload(f"$[{index}].sample_params: {error}") from None
 
 
 class _ArrayWriter:
@@ -166,7 +217,7 @@ class _ArrayWriter:
         kind = type(value)
         if kind in _LEAVES:
             return value
-        if depth > _MAX_DEPTH:
+        if depth >= _MAX_DEPTH:
             raise UnsupportedPayload(f"{path[:120]}: nested deeper than {_MAX_DEPTH} levels")
         if kind is dict:
             for key in value:
@@ -184,13 +235,20 @@ class _ArrayWriter:
                 for i, item in enumerate(value)
             ]
             if kind is tuple:
-                return Ext(_TUPLE, self.encode(items))
+                try:
+                    return Ext(_TUPLE, self.encode(items))
+                except (TypeError, ValueError, OverflowError, RecursionError) as error:
+                    raise UnsupportedPayload(f"{path}: {error}") from None
             return items if any(a is not b for a, b in zip(items, value, strict=True)) else value
-        if isinstance(value, np.ndarray):
+        if kind is np.ndarray:
             try:
                 _dtype_code(value.dtype)
             except TypeError as error:
                 raise UnsupportedPayload(f"{path}: {error}") from None
+            if value.ndim > _MAX_DIMENSIONS:
+                raise UnsupportedPayload(
+                    f"{path}: an array of {value.ndim} dimensions; expected at most {_MAX_DIMENSIONS}"
+                )
             return value
         raise UnsupportedPayload(
             f"{path}: a {kind.__module__}.{kind.__qualname__} is not plain data; expected texts, numbers, bools, None, "
@@ -230,7 +288,7 @@ def _same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, np.ndarray):
-        return one.dtype == other.dtype and np.array_equal(one, other)
+        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
     try:
         # 1 == 1.0 == True, and they are not the same: what goes in must come out.
         return bool(one == other) and repr(one) == repr(other)
@@ -320,7 +378,7 @@ def _with_prompts(content: _Head) -> Group:
 def _read_extension(code: int, data: memoryview) -> Any:
     if code == _TUPLE:
         _reading.depth += 1
-        if _reading.depth > _MAX_DEPTH:
+        if _reading.depth > _MAX_DEPTH + 1:
             raise InvalidGroup(f"tuples nested deeper than {_MAX_DEPTH} levels")
         items = _value_decoder.decode(data)
         _reading.depth -= 1
@@ -344,7 +402,10 @@ def _read_array(data: memoryview) -> np.ndarray[Any, Any]:
     if offset + items * dtype.itemsize > len(_reading.body) or max(shape, default=0) > MAX_FRAME_BYTES:
         raise InvalidGroup(f"an array of {items} {name} at byte {offset} does not fit into {len(_reading.body)} bytes")
     if items == 0:
-        array = np.empty(shape, dtype)
+        try:
+            array = np.empty(shape, dtype)
+        except (ValueError, MemoryError):
+            raise InvalidGroup(f"an empty array of shape {shape}") from None
         array.setflags(write=False)
         return array
     if name == "bfloat16":

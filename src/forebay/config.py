@@ -41,8 +41,11 @@ _POLICIES: dict[str, type[ReplayPolicy]] = {
 }
 
 
+_SQLITE = "sqlite:///"
+
+
 def build_storage(url: str) -> Storage:
-    """The storage that a config names: `memory` or `pandas`."""
+    """The storage that a config names: `memory`, `pandas`, or `sqlite:///path` (`sqlite:////path` if absolute)."""
     if url == "memory":
         return MemoryStorage()
     if url == "pandas":
@@ -51,7 +54,11 @@ def build_storage(url: str) -> Storage:
         except ModuleNotFoundError as missing:
             raise InvalidConfig("storage 'pandas' needs pandas: pip install 'forebay[pandas]'") from missing
         return PandasStorage()
-    raise InvalidConfig(f"unknown storage {url!r}; expected 'memory' or 'pandas'")
+    if isinstance(url, str) and url.startswith(_SQLITE) and len(url) > len(_SQLITE):
+        from forebay.storage.sqlite import SQLiteStorage
+
+        return SQLiteStorage(url.removeprefix(_SQLITE))
+    raise InvalidConfig(f"unknown storage {url!r}; expected 'memory', 'pandas' or 'sqlite:///path'")
 
 
 class ReplayBufferConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -67,8 +74,7 @@ class ReplayBufferConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unkno
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or self.policy not in _POLICIES:
             raise InvalidConfig(f"unknown policy {self.policy!r}; expected one of {', '.join(_POLICIES)}")
-        if self.storage not in ("memory", "pandas"):
-            build_storage(self.storage)
+        build_storage(self.storage)
         # The rest is checked by the buffer, which costs nothing until it is used.
         ReplayBuffer(
             max_groups=self.max_groups, max_bytes=self.max_bytes, lease_s=self.lease_s, keep_trained=self.keep_trained

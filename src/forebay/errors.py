@@ -7,7 +7,10 @@
     │   ├── InvalidQuery               a query that names no field, no operator, or a wrong operand
     │   ├── InvalidConfig              settings that contradict each other, or that must deadlock
     │   └── UnsupportedPayload         a value inside a sample that cannot be stored as plain data
+    ├── CheckpointError                a file operation of a checkpoint failed; the earlier one is as it was
     ├── DamagedData                    bytes that are not what they claim to be
+    ├── StorageError                   the storage could not do it: disk full, I/O error, server gone
+    │   └── StorageInUse               another process has it open for writing
     ├── PolicyError                    a policy of the user's own chose what it was not offered
     ├── WaitTimeout (TimeoutError)     a wait ran out of time; carries what it was waiting for
     ├── NoRoom                         the capacity is used up just now (a wait for room handles it)
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 __all__ = [
     "BufferClosed",
+    "CheckpointError",
     "CursorMoved",
     "DamagedData",
     "DuplicateGroup",
@@ -34,6 +38,8 @@ __all__ = [
     "LostLease",
     "NoRoom",
     "PolicyError",
+    "StorageError",
+    "StorageInUse",
     "UnsupportedPayload",
     "WaitTimeout",
     "WrongEventLoop",
@@ -68,8 +74,23 @@ class UnsupportedPayload(InvalidInput):
     """A value inside a sample is not plain data; the message has its path."""
 
 
+class CheckpointError(ForebayError):
+    """A file operation of a checkpoint failed. An earlier checkpoint at that place is as it was.
+
+    One exception: if the very last sync fails, the new checkpoint is in place and complete; the message says so.
+    """
+
+
 class DamagedData(ForebayError):
     """Bytes that are truncated, altered, foreign, or of a newer version. Nothing was taken from them."""
+
+
+class StorageError(ForebayError):
+    """The storage could not do what was asked (disk full, I/O error, server gone). It was not half done."""
+
+
+class StorageInUse(StorageError):
+    """Another process has the store open for writing."""
 
 
 class PolicyError(ForebayError):

@@ -73,6 +73,7 @@ class Event(enum.StrEnum):
     TAKEN_FAILED = "it was put by hand as failed, and is taken"
     TAKEN_FILTERED = "it was put by hand as filtered, and is taken"
     DISCARDED = "it is discarded by a query"
+    REWOUND = "the weights that were trained on it are lost"
 
     __hash__ = str.__hash__
 
@@ -97,6 +98,8 @@ MOVES: dict[Event, tuple[frozenset[Place | None], Target]] = {
     Event.TAKEN_FAILED: (frozenset({Place.BUFFERED}), End.FAILED),
     Event.TAKEN_FILTERED: (frozenset({Place.BUFFERED}), End.FILTERED),
     Event.DISCARDED: (frozenset({Place.BUFFERED}), End.DISCARDED),
+    # The one way back from an end: durable storages archive what no saved weights were trained on yet.
+    Event.REWOUND: (frozenset({Place.ARCHIVED}), Place.BUFFERED),
 }
 """From which places an event may move a group, and where to. None: it has no row yet."""
 
@@ -172,6 +175,8 @@ class Account(msgspec.Struct, kw_only=True):
             if reason not in self.reasons and len(self.reasons) >= _MAX_REASONS:
                 reason = OTHER_REASONS
             self.reasons[reason] = self.reasons.get(reason, 0) + groups
+            if not self.reasons[reason]:
+                del self.reasons[reason]  # what was booked out was put back
 
 
 LedgerLine: TypeAlias = "dict[str, int]"

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
+import pytest
+
 from forebay import MemoryStorage, Storage
 from forebay.storage.pandas import PandasStorage
+from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import StorageConformance
 
 
@@ -31,3 +37,13 @@ class TestMemoryStorage(_VirtualTime):
 class TestPandasStorage(_VirtualTime):
     def make_storage(self) -> Storage:
         return PandasStorage(clock=Clock())
+
+
+class TestSQLiteStorage(_VirtualTime):
+    @pytest.fixture(autouse=True)
+    def _directory(self, tmp_path: Path) -> None:
+        self.directory = tmp_path
+        self.numbers = itertools.count()
+
+    def make_storage(self) -> Storage:
+        return SQLiteStorage(self.directory / f"store{next(self.numbers)}.db", clock=Clock())

@@ -9,8 +9,9 @@ Promises of every operation
   ledger (G1) and whole groups (G2). If it raises, nothing changed.
 - *Legal moves only.* A row moves along `ledger.MOVES`; `check_move` is the authority. A move to an `End` books the
   group out of the account with its reason and removes the row (or archives it, see `keep_trained`).
-- *Cancellation.* A call that is cancelled has no effect, or the backend undoes it: groups that a cancelled
-  `claim` had already moved go back. Nothing is ever held by a caller that never learned of it.
+- *Cancellation.* A `claim` that is cancelled leaves nothing claimed: what it had already moved goes back, so that
+  nothing is ever held by a caller that never learned of it. Any other call that is cancelled may have happened, and is
+  never half done.
 - *Fencing.* Who gives back must still hold. A row in flight is held under (owner, attempt), a leased row under its
   lease_id. `attempt` grows each time a row moves to in flight. Anyone else gets `LostLease`.
 - *Ownership.* What a call hands in belongs to the storage. What it hands out is shared and must be copied before a
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping, Sequence
 from typing import ClassVar, TypeAlias
 
 import msgspec
@@ -71,12 +72,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
-    """A group to be stored. `facts` are those of `describe(group)`; None leaves tags or priority as they are."""
+    """A group to be stored. `facts` are those of `describe(group)`; None leaves tags or priority as they are.
+
+    `frame` is the group as bytes (`codec.encode_group`), for backends that store those; the backend makes it.
+    """
 
     group: Group
     facts: Facts
     tags: Tags | None = None
     priority: float | None = None
+    frame: bytes | None = None
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -160,12 +165,12 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """Everything in a storage at one moment. `rows` streams in order of uid and may be iterated once."""
+    """Everything in a storage at one moment. `rows` streams in order of uid, once; close it if you stop early."""
 
     accounts: Mapping[str, Account]
     next_uid: int
     next_timestamp_id: int
-    rows: AsyncIterator[Row]
+    rows: AsyncGenerator[Row, None]
 
 
 Listener: TypeAlias = "Callable[[Collection[str]], None]"
@@ -179,6 +184,11 @@ class Storage(ABC):
 
     durable: ClassVar[bool] = False
     """Whether what was acknowledged survives the process."""
+
+    @property
+    def store_id(self) -> str | None:
+        """Names a durable store for good, so that a checkpoint knows the store that it was made from."""
+        return None
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -257,6 +267,18 @@ class Storage(ABC):
     @abstractmethod
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
         """Set the priority of rows by uid; how many there were."""
+
+    @abstractmethod
+    async def saved(self, model_step: int) -> None:
+        """Weights of this step were saved with a checkpoint.
+
+        From the first such call on, a durable storage archives every group that is acknowledged for a later train
+        step, until a call with that step (or a later one): only then is its training safe.
+        """
+
+    @abstractmethod
+    async def rewind(self, model_step: int) -> dict[str, int]:
+        """REWOUND for every archived group that was trained for a later step than `model_step`; groups by task."""
 
     # --- reads --------------------------------------------------------------------------------------
 

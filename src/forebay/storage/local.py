@@ -11,7 +11,7 @@ import asyncio
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -32,7 +32,7 @@ from forebay.ledger import (
 from forebay.policy import CHOICE_ROWS, Order, checked_choice
 from forebay.query import Node, pins, predicate
 from forebay.record import NO_TAGS, Facts, Record, Row, identify
-from forebay.rollout import Status
+from forebay.rollout import Group, Status, group_status
 from forebay.staleness import EXPIRABLE, Floors
 from forebay.storage.base import (
     Arrival,
@@ -73,6 +73,7 @@ class LocalStorage(Storage):
         self._deadlines: dict[str, tuple[float, float]] = {}  # owner: (lease_s, deadline)
         self._open: set[str] = set()
         self._listeners: list[Listener] = []
+        self._saved_step: int | None = None  # the model step of the last checkpoint
         self._streams = 0  # snapshots under way; they still see groups that have left
 
     @abstractmethod
@@ -116,7 +117,7 @@ class LocalStorage(Storage):
             if deadline <= now:
                 for task_name, groups in self._release(owner).items():
                     returned[task_name] = returned.get(task_name, 0) + groups
-        self._notify(returned)
+        await self._finish(returned)
         # An owner that is late holds nothing any more: only those who can still lose something have a deadline.
         pending = [deadline for _, deadline in list(self._deadlines.values()) if deadline > now]
         return Reaped(returned, min(pending) - now if pending else None)
@@ -125,10 +126,20 @@ class LocalStorage(Storage):
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
-    def _notify(self, tasks: Collection[str]) -> None:
+    async def _finish(self, tasks: Collection[str]) -> None:
+        """The end of every change: a durable storage makes it last here. Then the listeners hear of it."""
         if tasks:
             for listener in tuple(self._listeners):
                 listener(tasks)
+
+    async def _loaded(self, rows: list[Row]) -> list[Row]:
+        """Rows with their payload, for storages that keep it elsewhere."""
+        return rows
+
+    def _kept(self, content: Content, task_name: str, group_id: int) -> Group:
+        """The payload of a row that is stored."""
+        identify(content.group, task_name, group_id)
+        return content.group
 
     # --- moves --------------------------------------------------------------------------------------
 
@@ -155,13 +166,13 @@ class LocalStorage(Storage):
         account.cursor += len(contents)
         if source_state is not None:
             account.source_state = source_state
+        await self._finish(())
         return records
 
     async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
-        places = self._check_arrivals(arrivals, owner)
-        return_tasks = {arrival.task_name for arrival in arrivals}
-        records = [self._arrive(arrival, row) for arrival, row in zip(arrivals, places, strict=True)]
-        self._notify(return_tasks)
+        returning = self._check_arrivals(arrivals, owner)
+        records = [self._arrive(arrival, row) for arrival, row in zip(arrivals, returning, strict=True)]
+        await self._finish({arrival.task_name for arrival in arrivals})
         return records
 
     def _check_arrivals(self, arrivals: Sequence[Arrival], owner: str) -> list[Row | None]:
@@ -228,7 +239,7 @@ class LocalStorage(Storage):
             self._table.replace(row.record, last)
             self._end(last, target, arrival.reason)
             return last.record
-        identify(content.group, task_name, row.record.group_id)
+        group = self._kept(content, task_name, row.record.group_id)
         record = replace(
             _with_facts(row.record, content),
             timestamp_id=self._take_timestamp_id(),
@@ -236,18 +247,23 @@ class LocalStorage(Storage):
             owner=None,
             moved_at=self._clock(),
         )
-        self._table.replace(row.record, Row(record, content.group))
+        self._table.replace(row.record, Row(record, group))
         return record
 
     async def claim(self, claim: Claim) -> Claimed | None:
         chosen = self._choose(claim)
         if chosen is None:
             return None
+        claimed = self._claim(claim, chosen)
+        # Taking makes room; leasing and drawing let nobody go on.
+        taken = [task_name for task_name, rows in claimed.items() if rows] if claim.purpose is Purpose.TAKE else ()
+        await self._finish(taken)
+        return claimed
+
+    def _claim(self, claim: Claim, chosen: list[tuple[str, Status, list[Row]]]) -> Claimed:
         claimed: Claimed = {task_name: [] for task_name in claim.wants}
         for task_name, status, rows in chosen:
             claimed[task_name] += self._claim_rows(task_name, status, rows, claim)
-        if claim.purpose is Purpose.TAKE:
-            self._notify([task_name for task_name, rows in claimed.items() if rows])
         return claimed
 
     def _choose(self, claim: Claim) -> list[tuple[str, Status, list[Row]]] | None:
@@ -278,14 +294,10 @@ class LocalStorage(Storage):
 
     def _claim_rows(self, task_name: str, status: Status, rows: list[Row], claim: Claim) -> list[Row]:
         """Move buffered rows of one task and status to where the claim takes them."""
-        if claim.purpose is Purpose.LEASE:
-            event = Event.LEASED
-        else:
-            event = Event.REDRAWN if claim.purpose is Purpose.DRAW else take_event(status)
-        target = check_move(event, Place.BUFFERED)
+        target = check_move(claim_event(claim.purpose, status), Place.BUFFERED)
         if isinstance(target, End):
             self._end_rows(task_name, rows, target, None)
-            if self._streams or self._settings.keep_trained:
+            if self._streams or self._settings.keep_trained or self.durable:
                 return [Row(row.record, tuple([state.__copy__() for state in row.group])) for row in rows]
             return rows
         now = self._clock()
@@ -326,11 +338,11 @@ class LocalStorage(Storage):
                 self._end(row, target, reason)
             else:
                 self._nack(row)
-        self._notify(tasks)
+        await self._finish(tasks)
 
     async def release(self, owner: str) -> dict[str, int]:
         released = self._release(owner)
-        self._notify(released)
+        await self._finish(released)
         return released
 
     def _release(self, owner: str) -> dict[str, int]:
@@ -363,6 +375,7 @@ class LocalStorage(Storage):
     async def set_watermark(self, watermarks: Mapping[str, Watermark]) -> None:
         for task_name, watermark in watermarks.items():
             self._account(task_name).watermark = watermark
+        await self._finish(())
 
     async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
         floors = self._floors(task_name, None)
@@ -370,7 +383,7 @@ class LocalStorage(Storage):
         for status in statuses:
             if len(rows) < limit:
                 rows += self._table.stale(task_name, status, floors, limit - len(rows))
-        return rows
+        return await self._loaded(rows) if rows else rows
 
     async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
         tasks = set()
@@ -393,8 +406,9 @@ class LocalStorage(Storage):
             else:
                 account = self._account(record.task_name)
                 account.reset_tokens += max(0, record.tokens - revision.content.facts.tokens)
-                self._table.replace(record, Row(_with_facts(record, revision.content), revision.content.group))
-        self._notify(tasks)
+                group = self._kept(revision.content, record.task_name, record.group_id)
+                self._table.replace(record, Row(_with_facts(record, revision.content), group))
+        await self._finish(tasks)
         return applied
 
     async def discard(self, node: Node, reason: str) -> dict[str, int]:
@@ -411,7 +425,7 @@ class LocalStorage(Storage):
             self._end(row, target, reason)
             task_name = row.record.task_name
             discarded[task_name] = discarded.get(task_name, 0) + 1
-        self._notify(discarded)
+        await self._finish(discarded)
         return discarded
 
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
@@ -421,7 +435,36 @@ class LocalStorage(Storage):
             if row is not None:
                 self._table.replace(row.record, Row(replace(row.record, priority=priority), row.group))
                 changed += 1
+        await self._finish(())
         return changed
+
+    async def saved(self, model_step: int) -> None:
+        self._saved_step = model_step
+        self._trim_archive()
+        await self._finish(())
+
+    async def rewind(self, model_step: int) -> dict[str, int]:
+        archived = [row for uid in self._archived if (row := self._table.get(uid)) is not None]
+        lost = [row for row in archived if row.record.train_step is not None and row.record.train_step > model_step]
+        rewound: dict[str, int] = {}
+        for row in await self._loaded(lost) if lost else ():
+            record = row.record
+            check_move(Event.REWOUND, record.place)
+            self._account(record.task_name).end(End.TRAINED, -record.tokens, None, groups=-1)
+            back = replace(
+                record,
+                place=Place.BUFFERED,
+                status=group_status(row.group),
+                train_step=None,
+                revision=record.revision + 1,
+                moved_at=self._clock(),
+            )
+            self._table.replace(record, Row(back, row.group))
+            self._archived.remove(record.uid)
+            rewound[record.task_name] = rewound.get(record.task_name, 0) + 1
+        self._saved_step = model_step
+        await self._finish(rewound)
+        return rewound
 
     # --- reads --------------------------------------------------------------------------------------
 
@@ -480,7 +523,8 @@ class LocalStorage(Storage):
         return found
 
     async def read(self, uid: int) -> Row | None:
-        return self._table.get(uid)
+        row = self._table.get(uid)
+        return None if row is None else (await self._loaded([row]))[0]
 
     def __len__(self) -> int:
         return len(self._table)
@@ -492,7 +536,7 @@ class LocalStorage(Storage):
         rows = self._stream(self._table.rows())
         return Snapshot(await self.accounts(), self._next_uid, self._next_timestamp_id, rows)
 
-    async def _stream(self, rows: list[Row]) -> AsyncIterator[Row]:
+    async def _stream(self, rows: list[Row]) -> AsyncGenerator[Row, None]:
         try:
             for index, row in enumerate(rows):
                 if index % _SLICE == _SLICE - 1:
@@ -508,36 +552,18 @@ class LocalStorage(Storage):
         archived: deque[int] = deque()
         last_uid = 0
         async for row in rows:
-            record = row.record
-            if not last_uid < record.uid < next_uid or record.timestamp_id >= next_timestamp_id:
-                raise InvalidInput(
-                    f"row {record.uid} does not follow row {last_uid} below {next_uid}; nothing restored"
-                )
-            if table.find(record.task_name, record.group_id) is not None:
-                raise InvalidInput(
-                    f"group {record.group_id} of task {record.task_name!r} stands twice in the stream; nothing restored"
-                )
-            if record.task_name not in accounts:
-                raise InvalidInput(
-                    f"row {record.uid} is of task {record.task_name!r}, which has no account; nothing restored"
-                )
-            last_uid = record.uid
+            check_stream_row(row.record, last_uid, next_uid, next_timestamp_id, accounts, table)
+            last_uid = row.record.uid
             table.add(row)
-            if record.place is Place.ARCHIVED:
-                archived.append(record.uid)
-        for task_name, account in accounts.items():
-            line = close_line(account, table.places(task_name, tokens=False))
-            held = sum(line.values()) - line["issued"]
-            if held != line["issued"]:
-                raise InvalidInput(
-                    f"task {task_name!r} issued {line['issued']} groups, but {held} are accounted for; nothing restored"
-                )
+            if row.record.place is Place.ARCHIVED:
+                archived.append(row.record.uid)
+        check_stream_end(accounts, table)
         if self._accounts or self._table.rows():
             raise InvalidInput("a stream is restored into an empty storage; this one has been used; nothing restored")
         self._table, self._archived = table, archived
         self._accounts = {task_name: _copied(account) for task_name, account in accounts.items()}
         self._next_uid, self._next_timestamp_id = next_uid, next_timestamp_id
-        self._notify(list(accounts))
+        await self._finish(list(accounts))
 
     # --- small parts --------------------------------------------------------------------------------
 
@@ -586,7 +612,7 @@ class LocalStorage(Storage):
         owner: str | None = None,
         attempt: int = 0,
     ) -> Row:
-        identify(content.group, task_name, group_id)
+        group = self._kept(content, task_name, group_id)
         now = self._clock()
         facts = content.facts
         record = Record(
@@ -613,7 +639,7 @@ class LocalStorage(Storage):
             tags=NO_TAGS if content.tags is None else content.tags,
         )
         self._next_uid += 1
-        row = Row(record, content.group)
+        row = Row(record, group)
         self._table.add(row)
         return row
 
@@ -626,7 +652,10 @@ class LocalStorage(Storage):
             return
         tokens = sum([row.record.tokens for row in rows])
         self._account(task_name).end(end, tokens, reason, groups=len(rows))
-        if end is not End.TRAINED or not self._settings.keep_trained:
+        kept = [
+            row for row in rows if end is End.TRAINED and (self._settings.keep_trained or self._unsaved(row.record))
+        ]
+        if not kept:
             self._table.remove([row.record for row in rows])
             return
         now = self._clock()
@@ -642,10 +671,57 @@ class LocalStorage(Storage):
             )
             self._table.replace(row.record, Row(archived, row.group))
             self._archived.append(archived.uid)
+        self._trim_archive()
+
+    def _unsaved(self, record: Record) -> bool:
+        """Whether the weights that were trained on a group could still be lost, and the group be needed again."""
+        return (
+            self.durable
+            and self._saved_step is not None
+            and record.train_step is not None
+            and record.train_step > self._saved_step
+        )
+
+    def _trim_archive(self) -> None:
         while len(self._archived) > self._settings.keep_trained:
-            oldest = self._table.get(self._archived.popleft())
+            oldest = self._table.get(self._archived[0])
+            if oldest is not None and self._unsaved(oldest.record):
+                return
+            self._archived.popleft()
             if oldest is not None:
                 self._table.remove((oldest.record,))
+
+
+def claim_event(purpose: Purpose, status: Status) -> Event:
+    """What claiming a group of this status does to it."""
+    if purpose is Purpose.LEASE:
+        return Event.LEASED
+    return Event.REDRAWN if purpose is Purpose.DRAW else take_event(status)
+
+
+def check_stream_row(
+    record: Record, last_uid: int, next_uid: int, next_timestamp_id: int, accounts: Mapping[str, Account], table: Table
+) -> None:
+    """InvalidInput if a row does not fit into the stream that is being restored."""
+    if not last_uid < record.uid < next_uid or record.timestamp_id >= next_timestamp_id:
+        raise InvalidInput(f"row {record.uid} does not follow row {last_uid} below {next_uid}; nothing restored")
+    if table.find(record.task_name, record.group_id) is not None:
+        raise InvalidInput(
+            f"group {record.group_id} of task {record.task_name!r} stands twice in the stream; nothing restored"
+        )
+    if record.task_name not in accounts:
+        raise InvalidInput(f"row {record.uid} is of task {record.task_name!r}, which has no account; nothing restored")
+
+
+def check_stream_end(accounts: Mapping[str, Account], table: Table) -> None:
+    """InvalidInput if the rows of a stream do not close the ledgers of its accounts."""
+    for task_name, account in accounts.items():
+        line = close_line(account, table.places(task_name, tokens=False))
+        held = sum(line.values()) - line["issued"]
+        if held != line["issued"]:
+            raise InvalidInput(
+                f"task {task_name!r} issued {line['issued']} groups, but {held} are accounted for; nothing restored"
+            )
 
 
 def _with_facts(record: Record, content: Content) -> Record:

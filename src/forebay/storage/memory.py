@@ -24,7 +24,7 @@ from forebay.storage.local import LocalStorage
 from forebay.storage.sorted_keys import SortedKeys
 from forebay.storage.table import Table
 
-__all__ = ["MemoryStorage"]
+__all__ = ["MemoryStorage", "MemoryTable"]
 
 _DRAWABLE = frozenset({Status.INIT, Status.EXPIRED, Status.ABORTED})
 
@@ -42,12 +42,12 @@ class MemoryStorage(LocalStorage):
     """The default storage: fast, indexed, gone with the process."""
 
     def _make_table(self, order: Order) -> Table:
-        return _MemoryTable(order)
+        return MemoryTable(order)
 
     def _check(self) -> None:
         """Assert that indexes, counts and rows agree."""
         table = self._table
-        assert isinstance(table, _MemoryTable)
+        assert isinstance(table, MemoryTable)
         table._check()
 
 
@@ -92,7 +92,9 @@ class _Tally:
         self.tokens = 0
 
 
-class _MemoryTable(Table):
+class MemoryTable(Table):
+    """Rows with an index for every question."""
+
     def __init__(self, order: Order) -> None:
         self._order = order
         self._key: Callable[[Record], Any]
@@ -107,11 +109,15 @@ class _MemoryTable(Table):
         self._tallies: dict[str, dict[Place, _Tally]] = {}
         self._held: dict[str, dict[int, None]] = {}
         self._groups = self._bytes = self._buffered = 0
+        self._last_uid = 0
+        self._ascending = True  # rows stand in order of uid, unless one that had left was put back
 
     # --- change -------------------------------------------------------------------------------------
 
     def add(self, row: Row) -> None:
         record = row.record
+        self._ascending = self._ascending and record.uid > self._last_uid
+        self._last_uid = max(self._last_uid, record.uid)
         self._rows[record.uid] = row
         uids = self._uids.get(record.task_name)
         if uids is None:
@@ -282,6 +288,7 @@ class _MemoryTable(Table):
         if "uid" in pins:
             return sorted(uid for uid in pins["uid"] if uid in self._rows)
         if "task_name" not in pins:
+            self._restore_order()
             return list(self._rows)
         uids: list[int] = []
         for task_name in pins["task_name"]:
@@ -297,7 +304,13 @@ class _MemoryTable(Table):
         return sorted(uids)
 
     def rows(self) -> list[Row]:
+        self._restore_order()
         return list(self._rows.values())
+
+    def _restore_order(self) -> None:
+        if not self._ascending:
+            self._rows = dict(sorted(self._rows.items()))
+            self._ascending = True
 
     def __len__(self) -> int:
         return self._buffered
@@ -306,9 +319,9 @@ class _MemoryTable(Table):
 
     def _check(self) -> None:
         """Assert that every index and count is what the rows say."""
-        again = _MemoryTable(self._order)
-        assert list(self._rows) == sorted(self._rows), "rows stand in order of uid"
-        for row in self._rows.values():
+        again = MemoryTable(self._order)
+        assert not self._ascending or list(self._rows) == sorted(self._rows), "rows stand in order of uid"
+        for row in self.rows():
             again.add(row)
         assert again._uids == self._uids
         assert again._held == self._held

@@ -471,9 +471,13 @@ class BufferMachine(RuleBasedStateMachine):
         return self.model.groups.index(group)
 
     async def moved(self) -> Storage:
-        snapshot = await self.storage.snapshot()
         storage = type(self).make_storage()
+        for each in (self.storage, storage):
+            await each.open("mover", self.buffer._settings, None)
+        snapshot = await self.storage.snapshot()
         await storage.restore(snapshot.accounts, snapshot.next_uid, snapshot.next_timestamp_id, snapshot.rows)
+        for each in (self.storage, storage):
+            await each.close("mover")
         return storage
 
     # --- always -------------------------------------------------------------------------------------

@@ -1,0 +1,198 @@
+"""Saving a storage into a checkpoint directory, and resuming from one (G4, G8).
+
+What is saved is relative to the weights of `model_step`: a lease for a step that these weights already contain is
+saved as trained; later ones, and what is in flight, are saved as groups that have to be handed out again. Saving
+streams from a snapshot of one moment while everything goes on: memory does not grow with the buffer, files are
+written in a thread, and the event loop is left free.
+
+A checkpoint is read without being trusted: checksums are verified before anything changes, and what a record says of
+its group is computed again from the group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from os import PathLike
+from typing import Any
+
+from msgspec.structs import asdict, replace
+
+from forebay.checkpoint import Checkpoint, CheckpointWriter, Manifest, open_checkpoint
+from forebay.codec import decode_account, decode_group, decode_record, encode_account, encode_group, encode_record
+from forebay.errors import DamagedData, InvalidInput
+from forebay.files import FileOps
+from forebay.ledger import Account, End, Place
+from forebay.record import Record, Row, describe
+from forebay.rollout import Group, Status, group_status
+from forebay.storage.base import Storage
+from forebay.threads import in_thread, see_through
+
+__all__ = ["as_saved", "resume_storage", "save_storage"]
+
+log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 2 * 2**20
+_CHUNK_GROUPS = 64
+_READ_GROUPS = 16
+
+
+def as_saved(row: Row, model_step: int | None) -> tuple[Record | None, int]:
+    """The record that a row is saved as (None: it is not), and how many trained groups to add to its account.
+
+    `model_step` None: the weights are not known, so nothing that is still held counts as trained.
+    """
+    record = row.record
+    trained_in = record.train_step is not None and model_step is not None and record.train_step <= model_step
+    if record.place is Place.LEASED:
+        if trained_in:
+            return None, 1
+        return replace(record, place=Place.BUFFERED, owner=None, lease_id=None, train_step=None), 0
+    if record.place is Place.IN_FLIGHT:
+        return replace(record, place=Place.BUFFERED, status=Status.ABORTED, owner=None), 0
+    if record.place is Place.ARCHIVED:
+        if model_step is None or record.train_step is None or trained_in:
+            return None, 0
+        back = replace(record, place=Place.BUFFERED, status=group_status(row.group), train_step=None)
+        return back, -1
+    return record, 0
+
+
+# --- save ---------------------------------------------------------------------------------------------
+
+
+async def save_storage(
+    storage: Storage,
+    directory: str | PathLike[str],
+    *,
+    model_step: int | None,
+    extra: Mapping[str, Any],
+    files: FileOps | None = None,
+) -> Manifest:
+    """Write a checkpoint; the one that was there stays until the new one is complete."""
+    writer = await in_thread(lambda: CheckpointWriter(directory, files), undo=CheckpointWriter.abort)
+    chunks = _Chunks(writer)
+    try:
+        snapshot = await storage.snapshot()
+        accounts = dict(snapshot.accounts)
+        async with aclosing(snapshot.rows) as rows:
+            async for row in rows:
+                record, trained = as_saved(row, model_step)
+                if trained:
+                    accounts[row.record.task_name].end(End.TRAINED, trained * row.record.tokens, None, groups=trained)
+                if record is not None:
+                    await chunks.add(encode_record(record), encode_group(row.group))
+        await chunks.finish()
+        manifest = Manifest(
+            next_uid=snapshot.next_uid,
+            next_timestamp_id=snapshot.next_timestamp_id,
+            accounts={task_name: encode_account(account) for task_name, account in accounts.items()},
+            store_id=storage.store_id,
+            model_step=model_step,
+            extra=dict(extra),
+        )
+        published = await in_thread(lambda: writer.publish(manifest))
+    finally:
+        await chunks.settle()
+        writer.abort()
+    if model_step is not None:
+        await storage.saved(model_step)
+    log.info("checkpoint_saved path=%s model_step=%s groups=%d", directory, model_step, published.files[0].entries)
+    return published
+
+
+class _Chunks:
+    """Entries that are encoded here while the ones before them are written in a thread."""
+
+    def __init__(self, writer: CheckpointWriter) -> None:
+        self._writer = writer
+        self._entries: list[tuple[bytes, bytes]] = []
+        self._bytes = 0
+        self._writing: asyncio.Future[None] | None = None
+
+    async def add(self, record: bytes, frame: bytes) -> None:
+        self._entries.append((record, frame))
+        self._bytes += len(record) + len(frame)
+        if self._bytes >= _CHUNK_BYTES or len(self._entries) >= _CHUNK_GROUPS:
+            await self._hand_over()
+
+    async def finish(self) -> None:
+        await self._hand_over()
+        await self._hand_over()
+
+    async def settle(self) -> None:
+        """Wait for the thread, which nothing can cancel: the writer must not be closed under it."""
+        if self._writing is not None:
+            await see_through(self._writing)
+
+    async def _hand_over(self) -> None:
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+            self._writing = None
+        if self._entries:
+            entries, self._entries, self._bytes = self._entries, [], 0
+            self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, entries))
+        await asyncio.sleep(0)
+
+    def _write(self, entries: list[tuple[bytes, bytes]]) -> None:
+        for record, frame in entries:
+            self._writer.write(record, frame)
+
+
+# --- resume -------------------------------------------------------------------------------------------
+
+
+async def resume_storage(storage: Storage, directory: str | PathLike[str], *, files: FileOps | None = None) -> Manifest:
+    """Take up a checkpoint: into an empty storage, or by rewinding the very store that it was made from."""
+    checkpoint = await in_thread(lambda: open_checkpoint(directory, files), undo=Checkpoint.close)
+    try:
+        manifest = checkpoint.manifest
+        await in_thread(checkpoint.verify)
+        if storage.store_id is not None and storage.store_id == manifest.store_id:
+            if manifest.model_step is None:
+                log.warning("checkpoint_without_weights path=%s the store is left as it is", directory)
+            else:
+                rewound = await storage.rewind(manifest.model_step)
+                log.info("store_rewound path=%s model_step=%d %s", directory, manifest.model_step, rewound)
+            return manifest
+        if await storage.accounts():
+            raise InvalidInput(
+                f"the checkpoint at {directory} comes from another store, and this one has been used; resume into an "
+                "empty one"
+            )
+        accounts = {task_name: decode_account(data) for task_name, data in manifest.accounts.items()}
+        rows = _rows(checkpoint, accounts)
+        await storage.restore(accounts, manifest.next_uid, manifest.next_timestamp_id, rows)
+        log.info("checkpoint_resumed path=%s model_step=%s", directory, manifest.model_step)
+        return manifest
+    finally:
+        checkpoint.close()
+
+
+async def _rows(checkpoint: Checkpoint, accounts: Mapping[str, Account]) -> AsyncIterator[Row]:
+    entries = checkpoint.entries()
+
+    def read() -> list[Row]:
+        return [_row(record, frame) for record, frame in itertools.islice(entries, _READ_GROUPS)]
+
+    while rows := await in_thread(read):
+        for row in rows:
+            yield row
+
+
+def _row(data: bytes, frame: bytes) -> Row:
+    record, group = decode_record(data), decode_group(frame)
+    if record.place is not Place.BUFFERED:
+        raise DamagedData(f"group {record.group_id} of task {record.task_name!r} is saved as {record.place}")
+    return Row(_described(record, group), group)
+
+
+def _described(record: Record, group: Group) -> Record:
+    """The record with what follows from the samples computed from them."""
+    facts = asdict(describe(group))
+    if record.status is Status.ABORTED and facts["status"] in (Status.INIT, Status.EXPIRED):
+        facts["status"] = Status.ABORTED  # its producer went away; see `record.present`
+    return replace(record, **facts)

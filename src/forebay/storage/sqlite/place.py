@@ -1,0 +1,67 @@
+"""Where a SQLite store may be, and who may write to it.
+
+One process writes; a lock file beside the database says which. A network file system is refused: SQLite's WAL needs
+shared memory that only one host has. Both are checked before the database is opened.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+from pathlib import Path
+
+from forebay.errors import InvalidConfig, StorageInUse
+
+__all__ = ["ProcessLock", "check_file_system", "file_system_of"]
+
+_NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "ncp", "fuse.sshfs")
+
+
+def file_system_of(path: Path) -> str | None:
+    """The type of the file system that a path is on, None where the system does not tell."""
+    try:
+        mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
+    except OSError:
+        return None
+    resolved = path.resolve()
+    best, kind = -1, None
+    for line in mounts:
+        fields = line.split()
+        point = Path(fields[1].encode().decode("unicode_escape"))
+        if (resolved == point or point in resolved.parents) and len(point.parts) > best:
+            best, kind = len(point.parts), fields[2]
+    return kind
+
+
+def check_file_system(path: Path) -> None:
+    kind = file_system_of(path.parent)
+    if kind is not None and kind.startswith(_NETWORK):
+        raise InvalidConfig(
+            f"{path} is on a network file system ({kind}), where SQLite's write-ahead log can corrupt the store; use a "
+            "local disk, or PostgreSQL for several machines"
+        )
+
+
+class ProcessLock:
+    """Held by the one process that writes; gone with it, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(self._file, 200).decode(errors="replace") or "another process"
+            os.close(self._file)
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise StorageInUse(
+                f"{path.with_suffix('')} is open for writing by {holder}; one process writes to a SQLite store. Close "
+                "it there, or use PostgreSQL for several processes"
+            ) from None
+        os.ftruncate(self._file, 0)
+        os.write(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+
+    def release(self) -> None:
+        os.close(self._file)

@@ -1,0 +1,146 @@
+"""The tables of a SQLite store, and its stable views.
+
+    group_rows   one row a group: every field of `record.Record`; tags as JSON
+    payloads     one row a group: the samples as a codec frame, and a summary of them as JSON to look at
+    accounts     one row a task: `ledger.Account` as MessagePack
+    meta         schema_version, store_id, next_uid, next_timestamp_id, saved_step, restoring
+
+People and tools read the views `groups` and `samples`, whose columns stay: Datasette, DuckDB or the sqlite3 shell open
+them as they are. Counting and choosing never read a payload.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import uuid
+from typing import Any
+
+import msgspec
+
+from forebay.errors import DamagedData
+from forebay.ledger import Place
+from forebay.record import Record
+from forebay.rollout import Group, Status
+
+__all__ = ["COLUMNS", "SCHEMA_VERSION", "create", "record_of", "summary_of", "upsert_sql", "values_of"]
+
+SCHEMA_VERSION = 1
+APPLICATION_ID = 0x46424159  # "FBAY"
+
+COLUMNS = Record.__struct_fields__
+_TYPES = {
+    "task_name": "TEXT NOT NULL",
+    "status": "TEXT NOT NULL",
+    "place": "TEXT NOT NULL",
+    "reward": "REAL",
+    "created_at": "REAL NOT NULL",
+    "moved_at": "REAL NOT NULL",
+    "priority": "REAL NOT NULL",
+    "owner": "TEXT",
+    "lease_id": "TEXT",
+    "tags": "TEXT NOT NULL",
+    "oldest_step": "INTEGER",
+    "newest_step": "INTEGER",
+    "token_step": "INTEGER",
+    "train_step": "INTEGER",
+    "uid": "INTEGER PRIMARY KEY",
+}
+_VIEW_COLUMNS = (
+    "uid, timestamp_id, task_name, group_id, status, place, samples, tokens, bytes, num_tries, deliveries, reward, "
+    "priority, oldest_step, newest_step, created_at, moved_at, attempt, owner, train_step, tags"
+)
+
+_DDL = f"""
+CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE accounts (task_name TEXT PRIMARY KEY, data BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE group_rows ({", ".join(f"{name} {_TYPES.get(name, 'INTEGER NOT NULL')}" for name in COLUMNS)});
+CREATE UNIQUE INDEX group_identity ON group_rows (task_name, group_id);
+CREATE INDEX group_order ON group_rows (place, task_name, status, timestamp_id);
+CREATE TABLE payloads (uid INTEGER PRIMARY KEY, frame BLOB NOT NULL, summary TEXT NOT NULL);
+CREATE VIEW groups AS SELECT {_VIEW_COLUMNS} FROM group_rows;
+CREATE VIEW samples AS
+  SELECT g.uid, g.task_name, g.group_id, g.place, s.key AS position,
+         s.value ->> 'rollout_id' AS rollout_id, s.value ->> 'segment' AS segment, s.value ->> 'status' AS status,
+         s.value ->> 'tokens' AS tokens, s.value ->> 'reward' AS reward,
+         s.value ->> 'finish_reason' AS finish_reason, s.value ->> 'num_tries' AS num_tries,
+         s.value ->> 'error' AS error, s.value ->> 'prompt' AS prompt, s.value ->> 'response' AS response
+  FROM group_rows g JOIN payloads p ON p.uid = g.uid, json_each(p.summary) s;
+"""
+
+
+def create(connection: sqlite3.Connection) -> None:
+    """Make the tables in a new database, or check that an existing one is ours and not newer."""
+    (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if not tables and not application_id:
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.executescript(f"BEGIN IMMEDIATE; {_DDL} COMMIT;")
+        connection.execute("INSERT INTO meta VALUES ('store_id', ?)", (uuid.uuid4().hex,))
+    elif application_id != APPLICATION_ID:
+        raise DamagedData("this SQLite database was not made by Forebay; choose another path")
+    elif version != SCHEMA_VERSION:
+        raise DamagedData(
+            f"this store has schema version {version}; this Forebay knows version {SCHEMA_VERSION}: use a newer Forebay"
+        )
+
+
+upsert_sql = (
+    f"INSERT INTO group_rows ({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))}) "
+    f"ON CONFLICT (uid) DO UPDATE SET {', '.join(f'{name} = excluded.{name}' for name in COLUMNS if name != 'uid')}"
+)
+
+_json = msgspec.json.Encoder()
+_TAGS = COLUMNS.index("tags")
+_STATUS = COLUMNS.index("status")
+_PLACE = COLUMNS.index("place")
+
+
+def values_of(record: Record) -> list[Any]:
+    """The column values of a record."""
+    values = [getattr(record, name) for name in COLUMNS]
+    values[_TAGS] = _json.encode(record.tags).decode() if record.tags else "{}"
+    values[_STATUS] = record.status.value
+    values[_PLACE] = record.place.value
+    return values
+
+
+def record_of(values: tuple[Any, ...]) -> Record:
+    """The record that column values stand for; DamagedData if they do not."""
+    try:
+        fields = dict(zip(COLUMNS, values, strict=True))
+        fields["tags"] = msgspec.json.decode(fields["tags"]) if fields["tags"] != "{}" else {}
+        fields["status"] = Status(fields["status"])
+        fields["place"] = Place(fields["place"])
+        return Record(**fields)
+    except (ValueError, TypeError, msgspec.MsgspecError) as error:
+        raise DamagedData(f"the row of group uid {values[0]!r} cannot be read: {error}") from None
+
+
+_PROMPT_CHARACTERS = 500
+_RESPONSE_CHARACTERS = 2_000
+
+
+def summary_of(group: Group) -> str:
+    """The samples of a group as JSON for people: who, what status, how long, which reward, the text's beginning."""
+    samples = []
+    for state in group:
+        message = state.message[-1] if state.message else {}
+        content = message.get("content") if isinstance(message, dict) else None
+        score = (state.reward or {}).get("score")
+        samples.append(
+            {
+                "rollout_id": state.rollout_id,
+                "segment": state.segment,
+                "status": state.status.value,
+                "tokens": 0 if state.response_ids is None else len(state.response_ids),
+                "reward": score if isinstance(score, (int, float)) else None,
+                "finish_reason": state.finish_reason,
+                "num_tries": state.num_tries,
+                "error": state.error_msg,
+                "prompt": content[:_PROMPT_CHARACTERS] if isinstance(content, str) else None,
+                "response": None if state.response is None else state.response[:_RESPONSE_CHARACTERS],
+            }
+        )
+    return _json.encode(samples).decode()

@@ -1,0 +1,37 @@
+"""Blocking work off the event loop, seen through to its end.
+
+A thread cannot be cancelled. A call here that is cancelled therefore waits until its work has ended, undoes what it
+brought, and only then passes the cancel on: nothing is left running, open or half done behind the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["in_thread", "see_through"]
+
+T = TypeVar("T")
+
+
+async def see_through(future: asyncio.Future[T]) -> asyncio.CancelledError | None:
+    """Wait until a future is done, whatever happens; the cancel that arrived meanwhile, if one did."""
+    cancelled = None
+    while not future.done():
+        try:
+            await asyncio.wait((future,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled
+
+
+async def in_thread(work: Callable[[], T], *, undo: Callable[[T], object] | None = None) -> T:
+    """The result of work that blocks; `undo` gets it if the caller was cancelled meanwhile."""
+    future = asyncio.ensure_future(asyncio.to_thread(work))
+    cancelled = await see_through(future)
+    if cancelled is None:
+        return future.result()
+    if undo is not None and future.exception() is None:
+        undo(future.result())
+    raise cancelled
