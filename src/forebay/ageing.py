@@ -12,6 +12,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
+from msgspec.structs import replace
 
 from forebay.errors import DamagedData, InvalidInput
 from forebay.intake import expire_content
@@ -36,6 +37,7 @@ class Ageing:
         self._storage = storage
         self._kept: dict[str, Limits] = {}
         self._given: dict[str, Limits] = {}
+        self._watermarks: dict[str, Watermark] = {}  # as this process last knew them
         self.last_train_step: int | None = None
 
     async def recall(self) -> None:
@@ -44,6 +46,7 @@ class Ageing:
             if account.watermark is not None:
                 self.see(account.watermark.train_step)
                 self._given.setdefault(task_name, account.watermark.limits)
+                self._watermarks[task_name] = account.watermark
 
     def see(self, train_step: int) -> None:
         if self.last_train_step is None or train_step > self.last_train_step:
@@ -59,17 +62,25 @@ class Ageing:
     def limits_of_call(
         self, task_name: str, threshold: int | None, token_threshold: int | None, retryable: bool | None
     ) -> Limits:
-        """The limits in force with what a call gives instead. A task without kept limits remembers them."""
+        """The limits in force with what a call gives instead; `remember` them when the call has succeeded."""
         limits = self.limits(task_name)
         if threshold is None and token_threshold is None and retryable is None:
             return limits
-        limits = Limits(
+        return Limits(
             limits.stale_threshold if threshold is None else threshold,
             limits.token_stale_threshold if token_threshold is None else token_threshold,
             limits.retryable if retryable is None else retryable,
         )
-        self._given[task_name] = limits
-        return limits
+
+    def remember(self, task_name: str, limits: Limits) -> None:
+        """Limits that were given with a call hold for later ones of a task that has none of its own."""
+        if limits is not self.limits(task_name):
+            self._given[task_name] = limits
+
+    def step_of(self, task_name: str) -> int | None:
+        """The train step that a task was last judged for, as far as this process knows."""
+        watermark = self._watermarks.get(task_name)
+        return None if watermark is None else watermark.train_step
 
     def state(self) -> dict[str, dict[str, int | bool | None]]:
         """The limits that are kept, as plain data for a checkpoint."""
@@ -86,28 +97,41 @@ class Ageing:
     async def advance(self, train_step: int, limits: Mapping[str, Limits]) -> None:
         """From now on nothing of these tasks leaves that is too old for the step."""
         self.see(train_step)
-        await self._storage.set_watermark({task: Watermark(train_step, limit) for task, limit in limits.items()})
+        watermarks = {task_name: Watermark(train_step, limit) for task_name, limit in limits.items()}
+        await self._storage.set_watermark(watermarks)
+        for task_name, watermark in watermarks.items():
+            known = self._watermarks.get(task_name)
+            step = train_step if known is None else max(train_step, known.train_step)
+            self._watermarks[task_name] = replace(watermark, train_step=step)
 
     async def expire(self, tasks: Iterable[str], statuses: Collection[Status] = EXPIRABLE) -> dict[str, int]:
         """Revise everything that is below the watermarks; groups that newly expired, by task."""
         return {task_name: await self._expire(task_name, statuses) for task_name in tasks}
 
     async def _expire(self, task_name: str, statuses: Collection[Status]) -> int:
+        known = self._watermarks.get(task_name)
+        if known is not None and known.limits != self.limits(task_name):
+            # The limits were changed since: what is stored is judged by the new ones.
+            await self.advance(known.train_step, {task_name: self.limits(task_name)})
         newly_expired = 0
-        while rows := await self._storage.due(task_name, statuses, _SLICE_GROUPS):
+        while True:
             watermark = (await self._storage.account(task_name)).watermark
-            assert watermark is not None, "nothing is due without a watermark"
+            rows = await self._storage.due(task_name, statuses, _SLICE_GROUPS)
+            if watermark is None or not rows:
+                break
+            # The watermark may have moved in between: what is not below the one we know only gets its facts anew
+            # here, and is looked at again.
+            contents = [expire_content(row.group, watermark.limits, watermark.train_step) for row in rows]
             revisions = [
-                Revision(
-                    row.record.uid,
-                    row.record.revision,
-                    expire_content(row.group, watermark.limits, watermark.train_step),
-                )
-                for row in rows
+                Revision(row.record.uid, row.record.revision, content)
+                for row, content in zip(rows, contents, strict=True)
             ]
             applied = await self._storage.revise(revisions)
             newly_expired += sum(
-                done and row.record.status is not Status.EXPIRED for row, done in zip(rows, applied, strict=True)
+                done
+                and row.record.status is not Status.EXPIRED
+                and (content is None or content.facts.status is Status.EXPIRED)
+                for row, content, done in zip(rows, contents, applied, strict=True)
             )
             await asyncio.sleep(0)
         if newly_expired:

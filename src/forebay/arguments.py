@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from forebay.checks import whole_number
 from forebay.errors import InvalidInput
 from forebay.rollout import Status
 
-__all__ = ["batch_name", "checked_reason", "checked_status", "checked_task", "checked_wants"]
+__all__ = [
+    "batch_name",
+    "checked_many",
+    "checked_mapping",
+    "checked_reason",
+    "checked_status",
+    "checked_statuses",
+    "checked_task",
+    "checked_wants",
+]
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 def checked_task(task_name: str) -> str:
@@ -22,8 +35,27 @@ def checked_status(status: Status | str) -> Status:
         return status
     try:
         return Status(status)
-    except ValueError:
+    except (ValueError, TypeError):
         raise InvalidInput(f"unknown status {status!r}; expected one of {', '.join(Status)}") from None
+
+
+def checked_many(name: str, values: Iterable[T]) -> list[T]:
+    """Several things, given one by one: a text is one thing, not its letters."""
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise InvalidInput(f"{name} are {values!r:.80}; expected a list")
+    return list(values)
+
+
+def checked_statuses(statuses: Iterable[Status | str]) -> tuple[Status, ...]:
+    return tuple(checked_status(status) for status in checked_many("statuses", statuses))
+
+
+def checked_mapping(name: str, mapping: Mapping[K, T] | None) -> Mapping[K, T]:
+    if mapping is None:
+        return {}
+    if not isinstance(mapping, Mapping):
+        raise InvalidInput(f"{name} is {mapping!r:.80}; expected a dict")
+    return mapping
 
 
 def checked_wants(wants: Mapping[str, int]) -> dict[str, int]:

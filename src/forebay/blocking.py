@@ -5,8 +5,9 @@
         with buffer.lease_batch({"math": 64}, train_step=1, timeout_s=600) as lease:
             train(lease.groups)
 
-The buffer lives on an event loop in a thread of its own; every call is handed over to it and waited for. Ctrl-C (or any
-exception) while a call waits cancels it there; a lease that was granted in that very moment is given back.
+The buffer lives on an event loop in a thread of its own; every call is handed over to it and waited for. Ctrl-C (or
+any exception) while a call waits cancels it there; what was leased or drawn in that very moment is given back. Only
+`get` and `take_batch`, which take for good, have nothing to give back: prefer a lease.
 """
 
 from __future__ import annotations
@@ -33,16 +34,23 @@ Groups = list[list[RolloutState]]
 
 
 class _LoopThread:
-    """An event loop in a thread of its own."""
+    """An event loop in a thread of its own. Once it is closing, nothing new gets in, and everything in it ends."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
+        self._guard = threading.Lock()
+        self.closing = False
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="forebay-loop", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.close()
+            self._stopped.set()
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         if threading.current_thread() is self._thread:
@@ -50,24 +58,30 @@ class _LoopThread:
             raise WrongEventLoop(
                 "a blocking call from the buffer's own event loop would wait for itself; use `.native` there"
             )
-        if not self._thread.is_alive():
-            work.close()
-            raise BufferClosed("this blocking buffer is closed; make a new one")
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        with self._guard:
+            if not self.closing:
+                return asyncio.run_coroutine_threadsafe(work, self.loop)
+        work.close()
+        raise BufferClosed("this blocking buffer is closed; make a new one")
 
-    def stop(self) -> None:
-        if not self._thread.is_alive():
-            return
-        asyncio.run_coroutine_threadsafe(self._cancel_all(), self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+    def stop(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run one last coroutine, cancel everything else, end the thread. Later callers wait for the first."""
+        with self._guard:
+            first, self.closing = not self.closing, True
+        if first:
+            asyncio.run_coroutine_threadsafe(self._shut_down(last), self.loop)
+        self._stopped.wait()
 
-    async def _cancel_all(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    async def _shut_down(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        try:
+            await last()
+        finally:
+            # What was submitted before is a task by now: callbacks run in order.
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.loop.call_soon(self.loop.stop)
 
 
 class ReplayBuffer:
@@ -81,7 +95,7 @@ class ReplayBuffer:
         self._thread = _LoopThread()
 
     def __repr__(self) -> str:
-        return f"<blocking {self.native!r}>"
+        return f"<blocking ReplayBuffer {self.native.policy!r} on {type(self.native.storage).__name__}>"
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine (a producer, say) on the buffer's event loop; cancelled when the buffer closes."""
@@ -104,6 +118,8 @@ class ReplayBuffer:
             raise
         try:
             return future.result()
+        except concurrent.futures.CancelledError:
+            raise BufferClosed("the buffer was closed while this call was under way") from None
         except BaseException:
             if decided.acquire(blocking=False):
                 future.cancel()
@@ -111,12 +127,17 @@ class ReplayBuffer:
                 self._thread.submit(undo(future.result())).result()
             raise
 
+    async def _give_back(self, groups: Groups) -> None:
+        """Groups that nobody will generate, because the caller that drew them was interrupted."""
+        for group in groups:
+            for state in group:
+                if state.status is not Status.COMPLETED:
+                    state.status = Status.ABORTED
+            await self.native.put(group, group[0].task_name or "")
+
     def close(self) -> None:
         """End every wait, give back what is held, stop the loop. Closing twice is allowed."""
-        if self._thread.loop.is_closed():
-            return
-        self._thread.submit(self.native.close()).result()
-        self._thread.stop()
+        self._thread.stop(self.native.close)
 
     def __enter__(self) -> ReplayBuffer:
         return self
@@ -210,7 +231,8 @@ class ReplayBuffer:
         timeout_s: float | None = None,
     ) -> Groups:
         return self._call(
-            self.native.issue(groups, task_name, cursor=cursor, source_state=source_state, timeout_s=timeout_s)
+            self.native.issue(groups, task_name, cursor=cursor, source_state=source_state, timeout_s=timeout_s),
+            undo=self._give_back,
         )
 
     def position(self, task_name: str) -> tuple[int, bytes | None]:
@@ -219,7 +241,7 @@ class ReplayBuffer:
     def redraw(
         self, n: int, task_name: str, statuses: Sequence[Status] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
     ) -> Groups:
-        return self._call(self.native.redraw(n, task_name, statuses))
+        return self._call(self.native.redraw(n, task_name, statuses), undo=self._give_back)
 
     def get(self, batch_size: int, task_name: str, group_status: Status) -> Groups:
         return self._call(self.native.get(batch_size, task_name, group_status))
@@ -280,7 +302,10 @@ class ReplayBuffer:
         return self._call(self.native.count_statuses(tasks, statuses))
 
     def __len__(self) -> int:
-        return len(self.native)
+        async def count() -> int:
+            return len(self.native)
+
+        return self._call(count())
 
     def query(self, query: Mapping[str, Any], *, limit: int | None = None) -> list[Record]:
         return self._call(self.native.query(query, limit=limit))

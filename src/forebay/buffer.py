@@ -13,13 +13,23 @@ import os
 import socket
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from forebay import report
 from forebay.ageing import Ageing
-from forebay.arguments import batch_name, checked_reason, checked_status, checked_task, checked_wants
+from forebay.arguments import (
+    batch_name,
+    checked_many,
+    checked_mapping,
+    checked_reason,
+    checked_status,
+    checked_statuses,
+    checked_task,
+    checked_wants,
+)
 from forebay.checks import check_group, whole_number
-from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, NoRoom, WaitTimeout, WrongEventLoop
+from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, LostLease, NoRoom, WaitTimeout, WrongEventLoop
 from forebay.intake import admit, content_of
 from forebay.lease import Lease, LeaseRequest
 from forebay.ledger import Event, LedgerLine, Place
@@ -31,6 +41,7 @@ from forebay.saving import resume_storage, save_storage
 from forebay.staleness import EXPIRABLE, Limits, apply_token_mask, check_step, sample_staleness
 from forebay.storage.base import Arrival, Claim, Claimed, Purpose, Settings, Storage
 from forebay.storage.memory import MemoryStorage
+from forebay.threads import in_thread
 from forebay.waiting import Changes, Deadline, Heartbeat, Waits
 
 __all__ = ["ReplayBuffer"]
@@ -90,7 +101,9 @@ class ReplayBuffer:
         self._changes: Changes | None = None
         self._unsubscribe: Callable[[], None] | None = None
         self._heartbeat: Heartbeat | None = None
+        self._opening: asyncio.Future[None] | None = None
         self._opened = self._closed = False
+        self._reap_at = 0.0
 
     def __repr__(self) -> str:
         return f"<ReplayBuffer {self.policy!r} on {type(self.storage).__name__}: {len(self)} buffered groups>"
@@ -105,12 +118,10 @@ class ReplayBuffer:
         if self._loop is not loop:
             self._bind(loop)
         if not self._opened:
-            await self.storage.open(self.owner, self._settings, self._lease_s)
-            if not self._opened:  # another first call may have been faster
-                self._opened = True
-                if self._lease_s is not None:
-                    self._heartbeat = Heartbeat(lambda: self.storage.beat(self.owner), self._lease_s / 3)
-                await self._ageing.recall()
+            # All first calls wait for one opening, which goes on if one of them is cancelled.
+            if self._opening is None:
+                self._opening = asyncio.ensure_future(self._open())
+            await asyncio.shield(self._opening)
         assert self._changes is not None
         return self._changes
 
@@ -123,22 +134,42 @@ class ReplayBuffer:
         if self._unsubscribe is not None:
             self._unsubscribe()
         self._loop = loop
+        self._opening = None
         self._changes = Changes(loop)
         self._unsubscribe = self.storage.subscribe(self._changes.notify)
 
+    async def _open(self) -> None:
+        try:
+            await self.storage.open(self.owner, self._settings, self._lease_s)
+            if self._lease_s is not None:
+                self._heartbeat = Heartbeat(lambda: self.storage.beat(self.owner), self._lease_s / 3)
+            await self._ageing.recall()
+            await self.storage.reap()
+            self._opened = True
+        except BaseException:
+            self._opening = None  # the next call tries again
+            await self._release()
+            raise
+
     async def close(self) -> None:
         """End every wait, give back what this buffer holds. Closing twice is allowed."""
-        if self._closed:
-            return
         self._closed = True
         if self._changes is not None:
             self._changes.close()
         if self._unsubscribe is not None:
             self._unsubscribe()
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
-        if self._opened:
-            await self.storage.close(self.owner)
+            self._unsubscribe = None
+        if self._opening is not None and not self._opening.done():
+            await asyncio.wait((self._opening,))
+        if self._opening is not None:
+            await self._release()
+            self._opening = None
+
+    async def _release(self) -> None:
+        heartbeat, self._heartbeat = self._heartbeat, None
+        if heartbeat is not None:
+            await in_thread(heartbeat.stop)
+        await self.storage.close(self.owner)
 
     async def __aenter__(self) -> ReplayBuffer:
         await self._ready()
@@ -216,6 +247,8 @@ class ReplayBuffer:
         checked_task(task_name)
         check_step("model_step", model_step, least=0)
         check_step("current_train_step", current_train_step, least=1)
+        if expired_groups_retryable not in (None, True, False):
+            raise InvalidInput(f"expired_groups_retryable is {expired_groups_retryable!r}; expected True or False")
         if current_train_step is None and (stale_threshold is not None or token_stale_threshold is not None):
             raise InvalidInput(
                 f"put with stale_threshold={stale_threshold}, token_stale_threshold={token_stale_threshold} and no "
@@ -226,7 +259,7 @@ class ReplayBuffer:
         )
         checked_tags = None if tags is None else check_tags(tags)
         arrivals: list[Arrival] = []
-        for items in groups:
+        for items in checked_many("groups", groups):
             if len(arrivals) % _SLICE_GROUPS == _SLICE_GROUPS - 1:
                 await asyncio.sleep(0)
             arrivals.append(
@@ -248,9 +281,10 @@ class ReplayBuffer:
             lambda: self.storage.put(arrivals, owner=self.owner),
             f"room for {len(arrivals)} groups of task {task_name!r}",
             task_name,
-            [arrival.content.facts.bytes for arrival in arrivals],
+            [arrival.content.facts.bytes for arrival in arrivals if not arrival.stale],
             timeout_s,
         )
+        self._ageing.remember(task_name, limits)
         return [record.uid for record in records]
 
     async def issue(
@@ -270,7 +304,7 @@ class ReplayBuffer:
         checked_task(task_name)
         whole_number("cursor", cursor, least=0)
         contents = []
-        for group in groups:
+        for group in checked_many("groups", groups):
             check_group(group, task_name)
             contents.append(content_of(tuple(group), None, None))
         records = await self._with_room(
@@ -285,7 +319,7 @@ class ReplayBuffer:
     async def position(self, task_name: str) -> tuple[int, bytes | None]:
         """For samplers: how many groups were drawn for a task, and the state of its iterable loader, if any."""
         await self._ready()
-        account = await self.storage.account(task_name)
+        account = await self.storage.account(checked_task(task_name))
         return account.cursor, account.source_state
 
     async def redraw(
@@ -294,11 +328,11 @@ class ReplayBuffer:
         """For samplers: up to n groups to be generated again, an earlier status first, then by group_id."""
         await self._ready()
         wants = checked_wants({task_name: n})
-        chosen = tuple(checked_status(status) for status in statuses)
+        chosen = checked_statuses(statuses)
         for status in chosen:
             if status not in (Status.INIT, Status.EXPIRED, Status.ABORTED):
                 raise InvalidInput(f"{status} groups cannot be drawn again; expected init, expired or aborted")
-        await self._ageing.expire(_asked(wants))
+        await self._prepare_claim(wants)
         claimed = await self.storage.claim(Claim(wants=wants, statuses=chosen, purpose=Purpose.DRAW, owner=self.owner))
         assert claimed is not None
         return [present(row) for row in claimed[task_name]]
@@ -350,7 +384,7 @@ class ReplayBuffer:
         await self._ready()
         status = checked_status(group_status)
         wants = checked_wants(wants)
-        await self._ageing.expire(_asked(wants))
+        await self._prepare_claim(wants)
         claimed = await self.storage.claim(
             Claim(wants=wants, statuses=(status,), purpose=Purpose.TAKE, owner=self.owner)
         )
@@ -395,7 +429,7 @@ class ReplayBuffer:
         await self._ageing.advance(train_step, limits)
 
         async def attempt() -> Claimed | None:
-            await self._ageing.expire(_asked(wants))
+            await self._prepare_claim(wants)
             return await self.storage.claim(claim)
 
         claimed = await self._until(
@@ -405,13 +439,29 @@ class ReplayBuffer:
         try:
             groups = await self._hand_out(claimed, train_step)
         except BaseException:
-            await self._settle(claim.lease_id, list(uids.values()), Event.NACKED, None)
+            with suppress(LostLease, BufferClosed):  # then it is back already
+                await self._settle(claim.lease_id, list(uids.values()), Event.NACKED, None)
             raise
         return Lease(claim.lease_id, train_step, groups, uids, self._settle)
 
     async def _settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
         await self._ready()
         await self.storage.settle(lease_id, uids, event, reason)
+
+    async def _prepare_claim(self, wants: Mapping[str, int]) -> None:
+        """What is too old expires, and what a dead holder had comes back, before anything is claimed."""
+        await self._reap()
+        await self._ageing.expire(_asked(wants))
+        if self._closed:
+            raise BufferClosed(f"{self!r} was closed meanwhile; nothing was taken")
+
+    async def _reap(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self.storage.shared and now < self._reap_at:
+            return  # asking costs a round trip there; nobody's time is up yet
+        reaped = await self.storage.reap()
+        wait_s = self._lease_s if reaped.next_s is None else reaped.next_s
+        self._reap_at = now + (_SHARED_LEASE_S if wait_s is None else wait_s) / 2
 
     async def wait_ready(
         self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED, timeout_s: float | None = None
@@ -433,6 +483,7 @@ class ReplayBuffer:
         return await self._is_ready(checked_wants(wants), checked_status(group_status))
 
     async def _is_ready(self, wants: Mapping[str, int], status: Status) -> bool:
+        await self._reap()
         available = await self.storage.available(wants, status)
         return all(available[task_name] >= n for task_name, n in wants.items())
 
@@ -442,7 +493,7 @@ class ReplayBuffer:
         copied = 0
         for task_name, rows in claimed.items():
             threshold = self._ageing.limits(task_name).token_stale_threshold
-            step = self._ageing.last_train_step if train_step is None else train_step
+            step = self._ageing.step_of(task_name) if train_step is None else train_step
             groups: Groups = []
             for row in rows:
                 copied += 1
@@ -487,6 +538,8 @@ class ReplayBuffer:
     async def _wait(self, changes: Changes, ticket: int, deadline: Deadline, what: str) -> None:
         """Until something changed, the next deadline of a holder passed, or our own time is up."""
         reaped = await self.storage.reap()
+        if reaped.returned:
+            return
         left_s = deadline.left_s()
         if left_s == 0:
             assert deadline.timeout_s is not None
@@ -534,19 +587,21 @@ class ReplayBuffer:
         """
         await self._ready()
         whole_number("current_train_step", current_train_step, least=1)
-        chosen = EXPIRABLE if statuses is None else tuple(checked_status(status) for status in statuses)
+        chosen = EXPIRABLE if statuses is None else checked_statuses(statuses)
         for status in chosen:
             if status not in EXPIRABLE:
                 raise InvalidInput(f"{status} groups do not expire; expected some of {', '.join(EXPIRABLE)}")
+        thresholds = checked_mapping("task_stale_thresholds", task_stale_thresholds)
+        token_thresholds = checked_mapping("task_token_stale_thresholds", task_token_stale_thresholds)
+        retryable = checked_mapping("expired_groups_retryable_by_task", expired_groups_retryable_by_task)
         limits = {
             checked_task(task_name): self._ageing.limits_of_call(
-                task_name,
-                threshold,
-                (task_token_stale_thresholds or {}).get(task_name),
-                (expired_groups_retryable_by_task or {}).get(task_name),
+                task_name, thresholds.get(task_name), token_thresholds.get(task_name), retryable.get(task_name)
             )
-            for task_name, threshold in task_stale_thresholds.items()
+            for task_name in {**thresholds, **token_thresholds}
         }
+        for task_name, limit in limits.items():
+            self._ageing.remember(task_name, limit)
         await self._ageing.advance(current_train_step, limits)
         expired = await self._ageing.expire(limits, chosen)
         for task_name, limit in limits.items():
@@ -560,7 +615,7 @@ class ReplayBuffer:
         """Buffered groups of a task and status; 0 for an unknown task."""
         await self._ready()
         status = checked_status(group_status)
-        counts = await self.storage.count_statuses((task_name,), (status,))
+        counts = await self.storage.count_statuses((checked_task(task_name),), (status,))
         return counts[task_name][status]
 
     async def count_statuses(
@@ -568,7 +623,7 @@ class ReplayBuffer:
     ) -> dict[str, dict[Status, int]]:
         """Buffered groups by task and status, zeros included."""
         await self._ready()
-        return await self.storage.count_statuses(tasks, [checked_status(status) for status in statuses])
+        return await self.storage.count_statuses(checked_many("tasks", tasks), checked_statuses(statuses))
 
     def __len__(self) -> int:
         """Buffered groups, as last seen by this process."""
@@ -600,10 +655,10 @@ class ReplayBuffer:
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
         """Set priorities by uid; returns how many of these groups are still there."""
         await self._ready()
-        for uid, priority in priorities.items():
+        for uid, priority in checked_mapping("priorities", priorities).items():
             whole_number("uid", uid)
-            if not isinstance(priority, (int, float)) or not abs(priority) < float("inf"):
-                raise InvalidInput(f"priority of uid {uid} is {priority!r}; expected a finite number")
+            if not isinstance(priority, (int, float)) or not abs(priority) <= 1e300:
+                raise InvalidInput(f"priority of uid {uid} is {priority!r:.80}; expected a finite number")
         return await self.storage.set_priority({uid: float(p) for uid, p in priorities.items()})
 
     async def ledger(self, *, tokens: bool = False) -> dict[str, LedgerLine]:

@@ -64,6 +64,14 @@ def check_group(group: Sequence[RolloutState], task_name: str) -> tuple[int | No
             if type(rollout_id) is not int or not -(2**63) <= rollout_id < 2**63:
                 rollout_id = state.rollout_id = _identity("rollout_id", rollout_id)
             seen.add((rollout_id, segment))
+        if (
+            type(state.error_msg) not in _TEXT
+            or type(state.response) not in _TEXT
+            or type(state.finish_reason) not in _TEXT
+            or type(state.message) is not list
+            or type(state.extra_fields) is not dict
+        ):
+            _refuse_types(state)
         _check_columns(state)
     if unnamed and seen:
         raise InvalidGroup(f"group {group_id}: only some members have a rollout_id; expected all or none")
@@ -87,6 +95,9 @@ def _check_columns(state: RolloutState) -> None:
             f"{name} of {_name(state)} is a {_describe(column)}; expected a list or a one-dimensional numpy array"
         )
     spans = state.version_spans
+    if type(spans) is not tuple:
+        _check_spans(state)
+        spans = state.version_spans
     if response_ids is not None:
         expected = len(response_ids)
         if mask is not None and len(mask) != expected:
@@ -125,6 +136,19 @@ def _check_spans(state: RolloutState) -> None:
         )
     if not plain:
         state.version_spans = tuple((int(step), int(run)) for step, run in state.version_spans)
+
+
+_TEXT = frozenset((str, type(None)))
+
+
+def _refuse_types(state: RolloutState) -> None:
+    for name in ("error_msg", "response", "finish_reason"):
+        value = getattr(state, name)
+        if type(value) not in _TEXT:
+            raise InvalidGroup(f"{name} of {_name(state)} is a {type(value).__name__}; expected a text or None")
+    if type(state.message) is not list:
+        raise InvalidGroup(f"message of {_name(state)} is a {type(state.message).__name__}; expected a list of dicts")
+    raise InvalidGroup(f"extra_fields of {_name(state)} is a {type(state.extra_fields).__name__}; expected a dict")
 
 
 def _coerce_status(state: RolloutState) -> None:

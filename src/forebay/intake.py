@@ -7,7 +7,6 @@ more than all the rest. A group that is refused keeps its content; at the most i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from forebay.checks import check_group
@@ -69,19 +68,21 @@ def _stamp(group: Group, model_step: int) -> None:
 
 def content_of(group: Group, tags: Tags | None, priority: float | None) -> Content:
     """A group of the buffer's own as the storage wants it."""
-    if priority is not None and not math.isfinite(priority):
-        raise InvalidInput(f"priority is {priority}; expected a finite number")
+    if priority is not None and (not isinstance(priority, (int, float)) or not abs(priority) <= 1e300):
+        raise InvalidInput(f"priority is {priority!r:.80}; expected a finite number")
     freeze_arrays(group)
     return Content(group, describe(group), tags, priority)
 
 
 def expire_content(group: Group, limits: Limits, train_step: int) -> Content | None:
-    """What a stored group that is below the floors becomes; None if it is to be dropped."""
-    if not limits.retryable:
-        return None
+    """What a stored group that is due becomes; None if it is to be dropped.
+
+    If no member is below the floors after all, it stays as it is, with its facts computed anew.
+    """
     expired = expire_members(group, limits.floors(train_step))
-    assert expired is not None, "a group is due only if a member is below the floors"
-    return content_of(expired, None, None)
+    if expired is not None and not limits.retryable:
+        return None
+    return content_of(expired or group, None, None)
 
 
 def _last_error(group: Group) -> str | None:

@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from types import TracebackType
 
 from forebay.arguments import checked_reason
-from forebay.errors import InvalidInput, LostLease
+from forebay.errors import BufferClosed, InvalidInput, LostLease
 from forebay.ledger import Event
 from forebay.rollout import RolloutState
+from forebay.threads import see_through
 
 __all__ = ["Lease", "LeaseRequest"]
 
@@ -84,9 +85,12 @@ class Lease:
             raise LostLease(f"{self!r}: it was settled already, and nothing of it can be rejected now")
         chosen: dict[tuple[str, int], int] = {}
         for group in groups:
-            identity = (group[0].task_name, group[0].group_id) if len(group) else None
-            if identity not in self._uids:
-                raise InvalidInput(f"{identity} is not a group of {self!r}; expected groups as they were handed out")
+            first = group[0] if isinstance(group, (list, tuple)) and group else None
+            identity = (first.task_name or "", first.group_id or 0) if isinstance(first, RolloutState) else None
+            if identity is None or identity not in self._uids:
+                raise InvalidInput(
+                    f"{group!r:.80} is not a group of {self!r}; expected a list of groups as they were handed out"
+                )
             chosen[identity] = self._uids[identity]
         await self._settle(self.id, list(chosen.values()), Event.REJECTED, reason)
         for identity in chosen:
@@ -96,14 +100,18 @@ class Lease:
 
     async def settle_on_exit(self, error: BaseException | None) -> None:
         """What leaving a `with` block does: acknowledge, or give back if the block raised."""
-        if error is None:
-            await self.ack()
-            return
-        try:
-            # A cancel that arrives now must not leave the groups leased.
-            await asyncio.shield(self.nack())
-        except LostLease as lost:  # the block's own error matters more
-            log.warning("lease_lost lease=%s %s", self.id, lost)
+        # Seen through: a cancel that arrives now must not leave the groups leased with nobody to settle them.
+        settling = asyncio.ensure_future(self.ack() if error is None else self.nack())
+        cancelled = await see_through(settling)
+        failure = settling.exception()
+        if failure is not None and error is None:
+            raise failure
+        if failure is not None and not isinstance(failure, (LostLease, BufferClosed)):
+            raise failure
+        if failure is not None:  # the block's own error matters more
+            log.warning("lease_lost lease=%s %s", self.id, failure)
+        if cancelled is not None:
+            raise cancelled
 
 
 class LeaseRequest:
@@ -112,13 +120,20 @@ class LeaseRequest:
     def __init__(self, grant: Callable[[], Awaitable[Lease]]) -> None:
         self._grant = grant
         self._lease: Lease | None = None
+        self._used = False
 
     def __await__(self) -> Generator[object, None, Lease]:
-        return self._grant().__await__()
+        return self._granted().__await__()
 
     async def __aenter__(self) -> Lease:
-        self._lease = await self._grant()
+        self._lease = await self._granted()
         return self._lease
+
+    async def _granted(self) -> Lease:
+        if self._used:
+            raise InvalidInput("this lease was asked for already; call lease_batch again for another one")
+        self._used = True
+        return await self._grant()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

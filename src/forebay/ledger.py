@@ -28,6 +28,7 @@ __all__ = [
     "arrival_event",
     "check_move",
     "close_line",
+    "rewound_watermark",
     "take_event",
 ]
 
@@ -148,6 +149,13 @@ class Watermark(msgspec.Struct, frozen=True, gc=False):
         return self.limits.floors(self.train_step)
 
 
+def rewound_watermark(watermark: Watermark | None, model_step: int) -> Watermark | None:
+    """The watermark of a task whose weights go back to a model step: the next train step is the one after it."""
+    if watermark is None or watermark.train_step <= model_step + 1:
+        return watermark
+    return Watermark(model_step + 1, watermark.limits)
+
+
 OTHER_REASONS = "(other reasons)"
 _MAX_REASONS = 256
 _MAX_REASON_CHARACTERS = 200
@@ -168,15 +176,17 @@ class Account(msgspec.Struct, kw_only=True):
 
     def end(self, end: End, tokens: int, reason: str | None, *, groups: int = 1) -> None:
         """Book groups out. Reasons are kept up to a number of distinct ones: messages may hold anything."""
+        kept = None
+        if end is not End.TRAINED:
+            kept = (reason or end.value)[:_MAX_REASON_CHARACTERS]
+            if kept not in self.reasons and len(self.reasons) >= _MAX_REASONS:
+                kept = OTHER_REASONS
         self.ended[end] = self.ended.get(end, 0) + groups
         self.ended_tokens[end] = self.ended_tokens.get(end, 0) + tokens
-        if end is not End.TRAINED:
-            reason = (reason or end.value)[:_MAX_REASON_CHARACTERS]
-            if reason not in self.reasons and len(self.reasons) >= _MAX_REASONS:
-                reason = OTHER_REASONS
-            self.reasons[reason] = self.reasons.get(reason, 0) + groups
-            if not self.reasons[reason]:
-                del self.reasons[reason]  # what was booked out was put back
+        if kept is not None:
+            self.reasons[kept] = self.reasons.get(kept, 0) + groups
+            if not self.reasons[kept]:
+                del self.reasons[kept]  # what was booked out was put back
 
 
 LedgerLine: TypeAlias = "dict[str, int]"

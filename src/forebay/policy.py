@@ -141,7 +141,7 @@ def checked_choice(choose: Choose, rows: Sequence[Record], n: int) -> list[int]:
         raise PolicyError(f"choose returned a {type(answer).__name__}; expected the uids of rows")
     chosen = list(answer)
     offered = {row.uid for row in rows}
-    strange = [uid for uid in chosen if uid not in offered]
+    strange = [uid for uid in chosen if not isinstance(uid, int) or uid not in offered]
     if strange:
         raise PolicyError(f"choose returned uid {strange[0]!r}, which is not among the {len(rows)} rows it was given")
     if len(set(chosen)) != len(chosen):

@@ -18,7 +18,19 @@ from forebay.ledger import Place
 from forebay.rollout import Group, RolloutState, Status, group_bytes, group_reward, group_status, group_tokens
 from forebay.staleness import Floors, group_newest_step, group_oldest_step, group_token_step
 
-__all__ = ["Facts", "Record", "Row", "Scalar", "Tags", "check_tags", "describe", "identify", "is_fresh", "present"]
+__all__ = [
+    "Facts",
+    "Record",
+    "Row",
+    "Scalar",
+    "Tags",
+    "check_tags",
+    "describe",
+    "identify",
+    "is_fresh",
+    "number_rollouts",
+    "present",
+]
 
 Scalar: TypeAlias = str | int | float | bool | None
 Tags: TypeAlias = Mapping[str, Scalar]
@@ -106,13 +118,18 @@ def is_fresh(record: Record, floors: Floors | None) -> bool:
 
 
 def identify(group: Group, task_name: str, group_id: int) -> None:
-    """Give the members of a group its identity as it is stored; no hand-out holds it. Missing ids are numbered."""
-    samples = len(group)
-    for index, state in enumerate(group):
+    """Give the members of a group its identity as it is stored; no hand-out holds it."""
+    for state in group:
         state.task_name = task_name
         state.group_id = group_id
         state.attempt = None
-        if state.rollout_id is None:
+
+
+def number_rollouts(group: Sequence[RolloutState], group_id: int) -> None:
+    """Number the members of a group that is handed out, if nobody else did; stored groups do without."""
+    if group[0].rollout_id is None:
+        samples = len(group)
+        for index, state in enumerate(group):
             state.rollout_id = group_id * samples + index
 
 
@@ -124,6 +141,7 @@ def present(row: Row) -> list[RolloutState]:
     """
     record = row.record
     members = [state.__copy__() for state in row.group]
+    number_rollouts(members, record.group_id)
     if record.place is Place.IN_FLIGHT:
         for state in members:
             state.attempt = record.attempt
@@ -142,6 +160,10 @@ _MAX_TAGS = 64
 
 def check_tags(tags: Tags | None) -> Tags:
     """Tags as a dict of its own; InvalidInput unless all are named plain values."""
+    if not isinstance(tags, Mapping):
+        if tags is None:
+            return NO_TAGS
+        raise InvalidInput(f"tags are {tags!r:.80}; expected a dict of names and plain values")
     if not tags:
         return NO_TAGS
     if len(tags) > _MAX_TAGS:

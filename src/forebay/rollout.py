@@ -206,10 +206,15 @@ def group_reward(group: Sequence[RolloutState]) -> float | None:
     """The mean score of a group; None if a member has none."""
     total = 0.0
     for state in group:
+        if state.reward is not None and not isinstance(state.reward, dict):
+            raise InvalidGroup(
+                f"reward of rollout {state.rollout_id} of group {state.group_id} is {state.reward!r}; expected a dict"
+            )
+    for state in group:
         reward = state.reward
         if reward is None:
             return None
-        score = reward.get("score") if isinstance(reward, dict) else math.nan
+        score = reward.get("score")
         if score is None:
             return None
         if not _is_finite(score):

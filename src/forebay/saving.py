@@ -25,7 +25,7 @@ from forebay.checkpoint import Checkpoint, CheckpointWriter, Manifest, open_chec
 from forebay.codec import decode_account, decode_group, decode_record, encode_account, encode_group, encode_record
 from forebay.errors import DamagedData, InvalidInput
 from forebay.files import FileOps
-from forebay.ledger import Account, End, Place
+from forebay.ledger import Account, End, Place, rewound_watermark
 from forebay.record import Record, Row, describe
 from forebay.rollout import Group, Status, group_status
 from forebay.storage.base import Storage
@@ -86,6 +86,9 @@ async def save_storage(
                 if record is not None:
                     await chunks.add(encode_record(record), encode_group(row.group))
         await chunks.finish()
+        if model_step is not None:
+            for account in accounts.values():
+                account.watermark = rewound_watermark(account.watermark, model_step)
         manifest = Manifest(
             next_uid=snapshot.next_uid,
             next_timestamp_id=snapshot.next_timestamp_id,

@@ -8,19 +8,24 @@ they last, so that `explain_wait` can tell what they are for.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from forebay.errors import BufferClosed
+from forebay.errors import BufferClosed, InvalidInput
 
 __all__ = ["Changes", "Deadline", "Heartbeat", "Wait", "Waits"]
+
+log = logging.getLogger(__name__)
 
 
 class Deadline:
     """A point in time on the event loop's clock; `timeout_s` None is never."""
 
     def __init__(self, timeout_s: float | None) -> None:
+        if timeout_s is not None and (not isinstance(timeout_s, (int, float)) or timeout_s != timeout_s):
+            raise InvalidInput(f"timeout_s is {timeout_s!r}; expected a number of seconds, or None")
         self.timeout_s = timeout_s
         self._at = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
 
@@ -45,10 +50,13 @@ class Changes:
         return self._seen
 
     def notify(self, tasks: Collection[str] = ()) -> None:
+        if self._loop.is_closed():
+            return  # nobody can be waiting there any more
         if threading.get_ident() == self._thread:
             self._wake()
-        elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._wake)
+        else:
+            with suppress(RuntimeError):  # it was closed just now
+                self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         self._seen += 1
@@ -122,8 +130,13 @@ class Heartbeat:
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
-            self._beat()
+            try:
+                self._beat()
+            except Exception:
+                # One beat that fails is no reason to lose every lease; the next one may come through.
+                log.warning("heartbeat_failed", exc_info=True)
 
     def stop(self) -> None:
+        """Stop beating, and wait for a beat that is under way."""
         self._stop.set()
         self._thread.join()

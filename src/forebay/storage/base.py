@@ -165,7 +165,10 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """Everything in a storage at one moment. `rows` streams in order of uid, once; close it if you stop early."""
+    """Everything in a storage at one moment.
+
+    `rows` streams in order of uid, once; a row is good until the next one is asked for. Close it if you stop early.
+    """
 
     accounts: Mapping[str, Account]
     next_uid: int
@@ -194,15 +197,21 @@ class Storage(ABC):
 
     @abstractmethod
     async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
-        """Make ready for an owner; `lease_s` None: it never expires. InvalidConfig if opened with other settings."""
+        """Make ready for an owner; `lease_s` None: it never expires. InvalidConfig if opened with other settings.
+
+        May be called for several owners at once, and again after all of them have closed.
+        """
 
     @abstractmethod
     async def close(self, owner: str) -> None:
-        """Release what the owner holds and forget it. Closing twice is allowed."""
+        """Release what the owner holds. Afterwards it can issue and claim nothing (BufferClosed), unless opened again.
+
+        Closing twice is allowed.
+        """
 
     @abstractmethod
     def beat(self, owner: str) -> None:
-        """Renew the owner's deadline. Called from a thread of its own; must not touch the event loop."""
+        """Renew the owner's deadline. Called from a thread of its own; may block and raise, must not touch the loop."""
 
     @abstractmethod
     async def reap(self) -> Reaped:
@@ -237,6 +246,8 @@ class Storage(ABC):
     async def claim(self, claim: Claim) -> Claimed | None:
         """Select, order, limit and move in one step. None if `whole` and not everything is there.
 
+        Rows come back as they are now; those that were taken for good, as they were in the buffer.
+
         With a `choose` policy, TAKE and LEASE show it the first 1,024 rows that qualify, in arrival order.
         """
 
@@ -246,11 +257,17 @@ class Storage(ABC):
 
     @abstractmethod
     async def release(self, owner: str) -> dict[str, int]:
-        """Give back all that an owner holds: in flight becomes ABORTED, leases are nacked. Groups by task."""
+        """Give back all that an owner holds, in order of uid; groups by task.
+
+        What was in flight arrives anew (timestamp_id, revision) as ABORTED; leases are nacked.
+        """
 
     @abstractmethod
     async def set_watermark(self, watermarks: Mapping[str, Watermark]) -> None:
-        """From now on nothing of these tasks leaves that is below the floors."""
+        """From now on nothing of these tasks leaves that is below the floors. Listeners hear of it.
+
+        The train step of a task never goes back (except by `rewind`); the limits are replaced.
+        """
 
     @abstractmethod
     async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
@@ -278,7 +295,10 @@ class Storage(ABC):
 
     @abstractmethod
     async def rewind(self, model_step: int) -> dict[str, int]:
-        """REWOUND for every archived group that was trained for a later step than `model_step`; groups by task."""
+        """REWOUND for every archived group that was trained for a later step than `model_step`; groups by task.
+
+        Watermarks go back to the step after it.
+        """
 
     # --- reads --------------------------------------------------------------------------------------
 

@@ -8,7 +8,9 @@ first look and its last change, which is what makes it one step on an event loop
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import weakref
 from abc import abstractmethod
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping, Sequence
@@ -16,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from forebay.errors import CursorMoved, DuplicateGroup, InvalidConfig, InvalidInput, LostLease, NoRoom
+from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, InvalidConfig, InvalidInput, LostLease, NoRoom
 from forebay.ledger import (
     Account,
     End,
@@ -27,11 +29,12 @@ from forebay.ledger import (
     arrival_event,
     check_move,
     close_line,
+    rewound_watermark,
     take_event,
 )
 from forebay.policy import CHOICE_ROWS, Order, checked_choice
 from forebay.query import Node, pins, predicate
-from forebay.record import NO_TAGS, Facts, Record, Row, identify
+from forebay.record import NO_TAGS, Facts, Record, Row, identify, number_rollouts
 from forebay.rollout import Group, Status, group_status
 from forebay.staleness import EXPIRABLE, Floors
 from forebay.storage.base import (
@@ -53,6 +56,8 @@ from forebay.storage.table import Table
 
 __all__ = ["LocalStorage"]
 
+log = logging.getLogger(__name__)
+
 _ANY_AGE = Floors()
 
 _SLICE = 512
@@ -64,6 +69,8 @@ class LocalStorage(Storage):
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
+        # A wall clock that is set anew must not take leases away; a clock of a test's own serves for both.
+        self._deadline_clock = time.monotonic if clock is time.time else clock
         self._settings = Settings()
         self._table = self._make_table(self._settings.order)
         self._accounts: dict[str, Account] = {}
@@ -72,6 +79,7 @@ class LocalStorage(Storage):
         self._archived: deque[int] = deque()
         self._deadlines: dict[str, tuple[float, float]] = {}  # owner: (lease_s, deadline)
         self._open: set[str] = set()
+        self._gone: set[str] = set()  # owners that were closed
         self._listeners: list[Listener] = []
         self._saved_step: int | None = None  # the model step of the last checkpoint
         self._streams = 0  # snapshots under way; they still see groups that have left
@@ -83,7 +91,7 @@ class LocalStorage(Storage):
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
-        if settings != self._settings:
+        if not _same_settings(settings, self._settings):
             if self._open:
                 raise InvalidConfig(
                     f"this storage is open with {self._settings}, and was to be opened with {settings}; all "
@@ -95,26 +103,33 @@ class LocalStorage(Storage):
             for row in rows:
                 self._table.add(row)
         self._open.add(owner)
+        self._gone.discard(owner)
         if lease_s is not None:
-            self._deadlines[owner] = (lease_s, self._clock() + lease_s)
+            self._deadlines[owner] = (lease_s, self._deadline_clock() + lease_s)
 
     async def close(self, owner: str) -> None:
         await self.release(owner)
         self._open.discard(owner)
+        self._gone.add(owner)
         self._deadlines.pop(owner, None)
+
+    def _check_owner(self, owner: str) -> None:
+        if owner in self._gone:
+            raise BufferClosed(f"{owner} was closed, and can hold nothing any more")
 
     def beat(self, owner: str) -> None:
         known = self._deadlines.get(owner)
         if known is not None:
-            self._deadlines[owner] = (known[0], self._clock() + known[0])
+            self._deadlines[owner] = (known[0], self._deadline_clock() + known[0])
 
     async def reap(self) -> Reaped:
         if not self._deadlines:
             return Reaped({}, None)
-        now = self._clock()
+        now = self._deadline_clock()
         returned: dict[str, int] = {}
         for owner, (_, deadline) in list(self._deadlines.items()):
             if deadline <= now:
+                self._open.discard(owner)
                 for task_name, groups in self._release(owner).items():
                     returned[task_name] = returned.get(task_name, 0) + groups
         await self._finish(returned)
@@ -130,7 +145,11 @@ class LocalStorage(Storage):
         """The end of every change: a durable storage makes it last here. Then the listeners hear of it."""
         if tasks:
             for listener in tuple(self._listeners):
-                listener(tasks)
+                try:
+                    listener(tasks)
+                except Exception:
+                    # What was stored is stored; a listener that fails is its owner's trouble, not the caller's.
+                    log.exception("listener_failed")
 
     async def _loaded(self, rows: list[Row]) -> list[Row]:
         """Rows with their payload, for storages that keep it elsewhere."""
@@ -146,6 +165,7 @@ class LocalStorage(Storage):
     async def issue(
         self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
     ) -> list[Record]:
+        self._check_owner(owner)
         account = self._accounts.get(task_name) or Account()
         if account.cursor != cursor:
             raise CursorMoved(task_name, cursor, account.cursor)
@@ -171,7 +191,8 @@ class LocalStorage(Storage):
 
     async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
         returning = self._check_arrivals(arrivals, owner)
-        records = [self._arrive(arrival, row) for arrival, row in zip(arrivals, returning, strict=True)]
+        named = {(arrival.task_name, arrival.group_id) for arrival in arrivals}
+        records = [self._arrive(arrival, row, named) for arrival, row in zip(arrivals, returning, strict=True)]
         await self._finish({arrival.task_name for arrival in arrivals})
         return records
 
@@ -220,7 +241,7 @@ class LocalStorage(Storage):
             raise DuplicateGroup(f"group {group_id} of task {task_name!r} was drawn and has already ended")
         return None
 
-    def _arrive(self, arrival: Arrival, row: Row | None) -> Record:
+    def _arrive(self, arrival: Arrival, row: Row | None, named: Collection[tuple[str, int | None]]) -> Record:
         task_name, content = arrival.task_name, arrival.content
         account = self._account(task_name)
         place = None if row is None else row.record.place
@@ -228,7 +249,7 @@ class LocalStorage(Storage):
         if row is None:
             group_id = arrival.group_id
             if group_id is None:
-                group_id = self._hand_id(task_name, account)
+                group_id = self._hand_id(task_name, account, named)
             account.issued += 1
             row = self._add(task_name, group_id, content, Place.BUFFERED)
             if isinstance(target, End):
@@ -267,6 +288,7 @@ class LocalStorage(Storage):
         return claimed
 
     def _choose(self, claim: Claim) -> list[tuple[str, Status, list[Row]]] | None:
+        self._check_owner(claim.owner)
         table, choose = self._table, self._settings.choose
         by_group = claim.purpose is Purpose.DRAW
         chosen: list[tuple[str, Status, list[Row]]] = []
@@ -297,8 +319,11 @@ class LocalStorage(Storage):
         target = check_move(claim_event(claim.purpose, status), Place.BUFFERED)
         if isinstance(target, End):
             self._end_rows(task_name, rows, target, None)
-            if self._streams or self._settings.keep_trained or self.durable:
-                return [Row(row.record, tuple([state.__copy__() for state in row.group])) for row in rows]
+            if self._streams or self._settings.keep_trained:
+                rows = [Row(row.record, tuple([state.__copy__() for state in row.group])) for row in rows]
+            for row in rows:
+                if row.group:
+                    number_rollouts(row.group, row.record.group_id)
             return rows
         now = self._clock()
         moved = []
@@ -374,8 +399,11 @@ class LocalStorage(Storage):
 
     async def set_watermark(self, watermarks: Mapping[str, Watermark]) -> None:
         for task_name, watermark in watermarks.items():
-            self._account(task_name).watermark = watermark
-        await self._finish(())
+            account = self._account(task_name)
+            if account.watermark is not None and account.watermark.train_step > watermark.train_step:
+                watermark = replace(watermark, train_step=account.watermark.train_step)
+            account.watermark = watermark
+        await self._finish(watermarks)
 
     async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
         floors = self._floors(task_name, None)
@@ -462,6 +490,8 @@ class LocalStorage(Storage):
             self._table.replace(record, Row(back, row.group))
             self._archived.remove(record.uid)
             rewound[record.task_name] = rewound.get(record.task_name, 0) + 1
+        for account in self._accounts.values():
+            account.watermark = rewound_watermark(account.watermark, model_step)
         self._saved_step = model_step
         await self._finish(rewound)
         return rewound
@@ -532,18 +562,20 @@ class LocalStorage(Storage):
     # --- streams ------------------------------------------------------------------------------------
 
     async def snapshot(self) -> Snapshot:
-        self._streams += 1
         rows = self._stream(self._table.rows())
+        # Until nobody can read from it any more, also if nobody ever does.
+        self._streams += 1
+        weakref.finalize(rows, self._end_stream)
         return Snapshot(await self.accounts(), self._next_uid, self._next_timestamp_id, rows)
 
+    def _end_stream(self) -> None:
+        self._streams -= 1
+
     async def _stream(self, rows: list[Row]) -> AsyncGenerator[Row, None]:
-        try:
-            for index, row in enumerate(rows):
-                if index % _SLICE == _SLICE - 1:
-                    await asyncio.sleep(0)
-                yield row
-        finally:
-            self._streams -= 1
+        for index, row in enumerate(rows):
+            if index % _SLICE == _SLICE - 1:
+                await asyncio.sleep(0)
+            yield row
 
     async def restore(
         self, accounts: Mapping[str, Account], next_uid: int, next_timestamp_id: int, rows: AsyncIterable[Row]
@@ -592,9 +624,10 @@ class LocalStorage(Storage):
         if max_bytes is not None and usage.bytes + size > max_bytes:
             raise NoRoom(f"{usage.bytes} of {max_bytes} bytes are used; no room for {size} more")
 
-    def _hand_id(self, task_name: str, account: Account) -> int:
-        while self._table.find(task_name, account.next_hand_id) is not None:
-            account.next_hand_id -= 1  # a user may have put negative ids of its own
+    def _hand_id(self, task_name: str, account: Account, named: Collection[tuple[str, int | None]]) -> int:
+        # A user may have put negative ids of its own, earlier or in this very call.
+        while (task_name, account.next_hand_id) in named or self._table.find(task_name, account.next_hand_id):
+            account.next_hand_id -= 1
         account.next_hand_id -= 1
         return account.next_hand_id + 1
 
@@ -690,6 +723,12 @@ class LocalStorage(Storage):
             self._archived.popleft()
             if oldest is not None:
                 self._table.remove((oldest.record,))
+
+
+def _same_settings(one: Settings, other: Settings) -> bool:
+    # Two policies of one class are the same policy: bound methods only compare equal within one object.
+    chooses = [getattr(settings.choose, "__func__", settings.choose) for settings in (one, other)]
+    return chooses[0] is chooses[1] and replace(one, choose=None) == replace(other, choose=None)
 
 
 def claim_event(purpose: Purpose, status: Status) -> Event:

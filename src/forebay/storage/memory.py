@@ -8,6 +8,7 @@ Rows are not tracked by Python's cycle collector: its pauses stay short at a mil
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from operator import itemgetter
@@ -290,18 +291,14 @@ class MemoryTable(Table):
         if "task_name" not in pins:
             self._restore_order()
             return list(self._rows)
-        uids: list[int] = []
-        for task_name in pins["task_name"]:
-            if "group_id" in pins:
-                found = self._uids.get(task_name, {})
-                uids += [found[group_id] for group_id in pins["group_id"] if group_id in found]
-            elif "status" in pins and pins.get("place") == frozenset({Place.BUFFERED}):
-                for status in pins["status"]:
-                    shelf = self._shelf(task_name, status)
-                    uids += () if shelf is None else map(self._uid_of, shelf.by_order)
-            else:
-                uids += self._uids.get(task_name, {}).values()
-        return sorted(uids)
+        if "group_id" in pins:
+            known = [self._uids.get(task_name, {}) for task_name in pins["task_name"]]
+            return sorted(uids[group_id] for uids in known for group_id in pins["group_id"] if group_id in uids)
+        if not self._ascending:
+            self._restore_order()
+            return [uid for uid, row in self._rows.items() if row.record.task_name in pins["task_name"]]
+        # A task's groups stand in order of uid: merging them needs no sort, however many there are.
+        return heapq.merge(*[list(self._uids.get(task_name, {}).values()) for task_name in pins["task_name"]])
 
     def rows(self) -> list[Row]:
         self._restore_order()
@@ -320,6 +317,8 @@ class MemoryTable(Table):
     def _check(self) -> None:
         """Assert that every index and count is what the rows say."""
         again = MemoryTable(self._order)
+        identities = [(row.record.task_name, row.record.group_id) for row in self._rows.values()]
+        assert len(set(identities)) == len(identities), "identities are unique"
         assert not self._ascending or list(self._rows) == sorted(self._rows), "rows stand in order of uid"
         for row in self.rows():
             again.add(row)

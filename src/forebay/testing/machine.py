@@ -456,6 +456,9 @@ class BufferMachine(RuleBasedStateMachine):
         if move:
             self.storage = self.run(self.moved())
         self.open()
+        self.came_back()
+
+    def came_back(self) -> None:
         for group in sorted(self.model.at("in_flight"), key=lambda group: self.uid_order(group)):
             self.lost_attempts.append((group.task, group.group_id, group.attempt))
             for member in group.members:
@@ -466,6 +469,12 @@ class BufferMachine(RuleBasedStateMachine):
             group.place = "buffered"
         self.lost_leases += [lease for lease in self.leases if lease.groups]
         self.leases.clear()
+
+    @rule()
+    def lose_everything_held(self) -> None:
+        """The storage takes this buffer for dead; the buffer itself lives on, and does not know."""
+        self.run(self.storage.release(self.buffer.owner))
+        self.came_back()
 
     def uid_order(self, group: ModelGroup) -> int:
         return self.model.groups.index(group)

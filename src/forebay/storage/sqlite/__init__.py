@@ -28,7 +28,7 @@ from forebay.codec import decode_account, decode_group, encode_account, encode_g
 from forebay.errors import BufferClosed, DamagedData, InvalidConfig, InvalidInput, StorageError
 from forebay.ledger import MOVES, Account, End, Place
 from forebay.policy import Order
-from forebay.record import Record, Row, identify
+from forebay.record import Record, Row, identify, number_rollouts
 from forebay.rollout import Group
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision, Settings, Snapshot
 from forebay.storage.local import LocalStorage, check_stream_end, check_stream_row, claim_event
@@ -141,6 +141,7 @@ class SQLiteStorage(LocalStorage):
         self._written_accounts: dict[str, bytes] = {}
         self._written_meta: dict[str, int | None] = {}
         self._recovering = False
+        self._opening = asyncio.Lock()
 
     def _make_table(self, order: Order) -> Table:
         return _JournalTable(order)
@@ -163,6 +164,11 @@ class SQLiteStorage(LocalStorage):
     # --- life ---------------------------------------------------------------------------------------
 
     async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
+        async with self._opening:
+            await self._start(settings)
+            await super().open(owner, settings, lease_s)
+
+    async def _start(self, settings: Settings) -> None:
         if self._writer is None:
             check_file_system(self.path)
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,14 +182,13 @@ class SQLiteStorage(LocalStorage):
             except BaseException:
                 await self._stop()
                 raise
-        await super().open(owner, settings, lease_s)
 
     async def close(self, owner: str) -> None:
-        if self._writer is None:
-            return
-        await super().close(owner)
-        if not self._open:
-            await self._stop()
+        async with self._opening:
+            if self._writer is not None:
+                await super().close(owner)
+                if not self._open:
+                    await self._stop()
 
     async def _stop(self) -> None:
         writer, self._writer = self._writer, None
@@ -463,6 +468,7 @@ class SQLiteStorage(LocalStorage):
                     raise DamagedData("its payload is missing")
                 group = decode_group(frame)
                 identify(group, record.task_name, record.group_id)
+                number_rollouts(group, record.group_id)
                 loaded.append(Row(record, group))
             except DamagedData as error:
                 damaged[record.uid] = str(error)

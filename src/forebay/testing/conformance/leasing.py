@@ -142,7 +142,18 @@ class Leasing(Suite):
             assert await store.storage.available(["math"], COMPLETED) == {"math": 0}
             assert await store.claim(2) == []
             await store.storage.set_watermark({"math": Watermark(8, Limits(stale_threshold=6))})
+            assert await store.claim(2) == [], "the train step of a watermark does not go back"
+            await store.storage.set_watermark({"math": Watermark(9, Limits(stale_threshold=7))})
             assert uids(await store.claim(2)) == [old.uid]
+
+        self.run(test)
+
+    def test_g06_what_is_drawn_again_is_not_below_the_watermark_either(self) -> None:
+        async def test(store: Store) -> None:
+            old, new = await store.put(*(make_group(status=ABORTED, model_step=step) for step in (1, 5)))
+            await store.storage.set_watermark({"math": Watermark(7, Limits(stale_threshold=3))})
+            assert uids(await store.claim(2, ABORTED, purpose=Purpose.DRAW)) == [new.uid]
+            assert uids(await store.storage.due("math", EXPIRABLE, 9)) == [old.uid]
 
         self.run(test)
 
@@ -186,6 +197,32 @@ class Leasing(Suite):
             assert await store.storage.revise([gone, drop]) == [False, True]
             assert await store.line() == {"issued": 2, "buffered": 1, "discarded": 1}
             assert (await store.storage.account("math")).reasons == {"stale": 1}
+
+        self.run(test)
+
+    def test_trained_groups_come_back_when_their_weights_are_lost(self) -> None:
+        async def test(store: Store) -> None:
+            if not store.storage.durable:
+                return
+            await store.put(*(make_group(model_step=0) for _ in range(3)))
+            await store.storage.set_watermark({"math": Watermark(9, Limits(20))})
+            await store.storage.saved(1)
+            for train_step in (1, 2, 3):
+                rows = await store.claim(
+                    1, purpose=Purpose.LEASE, lease_id=f"lease{train_step}", train_step=train_step, whole=True
+                )
+                await store.storage.settle(f"lease{train_step}", uids(rows), Event.ACKED)
+            assert await store.line() == {"issued": 3, "trained": 3}
+            assert len(await store.records(place="archived")) == 2, "what the saved weights do not know is kept"
+            await store.storage.saved(2)
+            assert len(await store.records(place="archived")) == 1
+            assert await store.storage.rewind(2) == {"math": 1}
+            assert await store.line() == {"issued": 3, "trained": 2, "buffered": 1}
+            watermark = (await store.storage.account("math")).watermark
+            assert watermark == Watermark(3, Limits(20))
+            (row,) = await store.claim(1)
+            assert [state.response_ids for state in row.group] == [[0, 1, 2]] * 2
+            assert await store.storage.rewind(2) == {}
 
         self.run(test)
 

@@ -15,8 +15,8 @@ from forebay.query import parse
 from forebay.record import Row
 from forebay.rollout import Status
 from forebay.staleness import Limits
-from forebay.storage.base import Settings
-from forebay.testing.conformance.suite import ME, OTHER, Store, Suite, arrival, raises, uids
+from forebay.storage.base import Revision, Settings
+from forebay.testing.conformance.suite import EXPIRED, ME, OTHER, Store, Suite, arrival, content, raises, uids
 from forebay.testing.samples import make_group
 
 __all__ = ["Looking"]
@@ -111,12 +111,19 @@ class Looking(Suite):
                 return set(heard)
 
             stop = store.storage.subscribe(listen)
-            assert await after(store.put(make_group(), make_group(), make_group())) == {"math"}
-            assert await after(store.claim(1)) == {"math"}
-            rows = await store.lease(2)
-            assert await after(store.storage.settle("lease", uids(rows)[:1], Event.NACKED)) == {"math"}
-            assert await after(store.storage.release(ME)) == {"math"}
-            assert await after(store.storage.discard(parse({}), "no reason")) == {"math"}
+            storage = store.storage
+            assert "math" in await after(store.put(*(make_group() for _ in range(7))))
+            assert "math" in await after(store.claim(1))
+            first, second, third, *_ = uids(await store.lease(4))
+            assert "math" in await after(storage.settle("lease", [first], Event.NACKED))
+            assert "math" in await after(storage.settle("lease", [second], Event.ACKED))
+            assert "math" in await after(storage.settle("lease", [third], Event.REJECTED, "no use"))
+            assert "math" in await after(storage.release(ME))
+            record = (await store.records(place="buffered"))[0]
+            revision = Revision(record.uid, record.revision, content(make_group(status=EXPIRED)))
+            assert "math" in await after(storage.revise([revision]))
+            assert "math" in await after(storage.set_watermark({"math": Watermark(1, Limits())}))
+            assert "math" in await after(storage.discard(parse({}), "no reason"))
             stop()
             heard.clear()
             await store.put(make_group())

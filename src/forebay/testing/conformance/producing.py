@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from forebay.errors import CursorMoved, DuplicateGroup, LostLease
+from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, LostLease
 from forebay.ledger import Place
 from forebay.policy import StalenessReplayPolicy
 from forebay.rollout import Status
-from forebay.storage.base import Purpose
+from forebay.storage.base import Purpose, Settings
 from forebay.testing.conformance.suite import (
     ABORTED,
     COMPLETED,
@@ -74,6 +74,18 @@ class Producing(Suite):
             await store.put(make_group(group_id=0))
             with raises(DuplicateGroup):
                 await store.put(make_group(group_id=0))
+
+        self.run(test)
+
+    def test_an_owner_that_was_closed_can_hold_nothing(self) -> None:
+        async def test(store: Store) -> None:
+            await store.put(make_group())
+            await store.storage.open(OTHER, Settings(), None)
+            await store.storage.close(OTHER)
+            for refused in (store.claim(1, owner=OTHER), store.lease(1, owner=OTHER), store.issue(owner=OTHER)):
+                with raises(BufferClosed):
+                    await refused
+            assert await store.line() == {"issued": 1, "buffered": 1}
 
         self.run(test)
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from forebay.errors import DuplicateGroup, NoRoom, PolicyError
-from forebay.ledger import Place
+from forebay.ledger import Place, Watermark
 from forebay.policy import CHOICE_ROWS, FreshestReplayPolicy, PriorityReplayPolicy, ReplayPolicy, StalenessReplayPolicy
+from forebay.query import parse
 from forebay.record import Record
 from forebay.rollout import Status
+from forebay.staleness import Limits
 from forebay.storage.base import Claim, Purpose
-from forebay.testing.conformance.suite import COMPLETED, ME, Store, Suite, raises, uids
+from forebay.testing.conformance.suite import ABORTED, COMPLETED, ME, Store, Suite, raises, uids
 from forebay.testing.samples import make_group
 
 __all__ = ["Storing"]
@@ -157,6 +160,55 @@ class Storing(Suite):
             assert seen[-1] == CHOICE_ROWS
 
         self.run(test, Shortest())
+
+    def test_a_policy_of_the_users_own_is_not_shown_what_is_too_old(self) -> None:
+        class Last(ReplayPolicy):
+            @staticmethod
+            def choose(rows: Sequence[Record], n: int) -> list[int]:
+                return [row.uid for row in rows][-n:]
+
+        async def test(store: Store) -> None:
+            fresh, _ = await store.put(make_group(model_step=5), make_group(model_step=1))
+            await store.storage.set_watermark({"math": Watermark(6, Limits(stale_threshold=2))})
+            assert uids(await store.claim(2)) == [fresh.uid]
+
+        self.run(test, Last())
+
+    def test_given_ids_and_ids_of_ones_own_never_meet(self) -> None:
+        async def test(store: Store) -> None:
+            records = await store.put(make_group(), make_group(group_id=-1), make_group(group_id=-2), make_group())
+            assert len({record.group_id for record in records}) == 4
+            assert len(await store.claim(9)) == 4
+            assert await store.line() == {"issued": 4, "trained": 4}
+
+        self.run(test)
+
+    def test_a_cancelled_claim_leaves_nothing_claimed(self) -> None:
+        kinds = ((COMPLETED, Purpose.TAKE), (COMPLETED, Purpose.LEASE), (ABORTED, Purpose.DRAW))
+
+        async def test(store: Store) -> None:
+            for turns in range(10):
+                for status, purpose in kinds:
+                    await store.put(make_group(status=status))
+                    claiming = asyncio.ensure_future(
+                        store.claim(1, status, purpose=purpose, lease_id="lease", train_step=1)
+                    )
+                    for _ in range(turns):
+                        await asyncio.sleep(0)
+                    claiming.cancel()
+                    try:
+                        await claiming
+                    except asyncio.CancelledError:
+                        (record,) = await store.records()
+                        assert (record.place, record.status) == (Place.BUFFERED, status), f"{purpose}, {turns} turns"
+                        row = await store.storage.read(record.uid)
+                        assert row is not None
+                        assert len(row.group) == 2
+                    await store.line()
+                    await store.storage.release(ME)
+                    await store.storage.discard(parse({}), "to begin anew")
+
+        self.run(test)
 
     def test_a_wrong_choice_moves_nothing(self) -> None:
         class Wrong(ReplayPolicy):
