@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import inspect
 import random
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -204,3 +205,53 @@ def test_closing_ends_waits_in_other_threads_and_later_calls_say_so() -> None:
     buffer.close()
     with pytest.raises(BufferClosed):
         buffer.put(make_group(), "math")
+
+
+def test_a_draw_interrupted_while_it_was_granted_is_given_back(
+    buffer: blocking.ReplayBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buffer.put(make_group(status=Status.ABORTED), "math")
+    real = concurrent.futures.Future.result
+    calls: list[int] = []
+
+    def interrupt(self: concurrent.futures.Future[object], timeout: float | None = None) -> object:
+        calls.append(1)
+        granted = real(self, timeout)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return granted
+
+    monkeypatch.setattr(concurrent.futures.Future, "result", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        buffer.redraw(1, "math")
+    monkeypatch.undo()
+    line = buffer.ledger()["math"]
+    assert (line["buffered"], line["in_flight"]) == (1, 0)
+
+
+@pytest.mark.parametrize("closers", [1, 2])
+def test_closing_among_calls_of_many_threads_hangs_nobody(closers: int) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(30):
+            buffer = blocking.ReplayBuffer(forebay.ReplayBuffer())
+            start = threading.Barrier(3 + closers)
+
+            def call(buffer: blocking.ReplayBuffer = buffer, start: threading.Barrier = start) -> None:
+                start.wait()
+                try:
+                    while True:
+                        buffer.count("math", Status.COMPLETED)
+                except BufferClosed:
+                    return
+
+            def close(buffer: blocking.ReplayBuffer = buffer, start: threading.Barrier = start) -> None:
+                start.wait()
+                buffer.close()
+
+            with concurrent.futures.ThreadPoolExecutor(3 + closers) as pool:
+                for future in [pool.submit(call) for _ in range(3)] + [pool.submit(close) for _ in range(closers)]:
+                    future.result(timeout=30)
+    finally:
+        sys.setswitchinterval(before)

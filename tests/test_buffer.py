@@ -335,6 +335,36 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
         "can never fit",
         lambda b: b.put_many([make_group() for _ in range(9)], "math"),
     ),
+    "an error message that is an exception": (
+        InvalidInput,
+        "error_msg of rollout",
+        lambda b: b.put([RolloutState(message=[], error_msg=ValueError("x"))], "math"),  # type: ignore[arg-type]
+    ),
+    "a response that is no text": (
+        InvalidInput,
+        "response of rollout",
+        lambda b: b.put([RolloutState(message=[], response=5)], "math"),  # type: ignore[arg-type]
+    ),
+    "a sample alone": (InvalidInput, "a group is a list", lambda b: b.put(make_group()[0], "math")),
+    "no groups": (InvalidInput, "groups are None", lambda b: b.put_many(None, "math")),
+    "no prompts": (InvalidInput, "groups are None", lambda b: b.issue(None, "math", cursor=0)),
+    "a timeout that is a text": (InvalidInput, "timeout_s is '5'", lambda b: b.wait_ready({"math": 2}, timeout_s="5")),
+    "a priority that is a text": (InvalidInput, "priority is", lambda b: b.put(make_group(), "math", priority="high")),
+    "tags that are a text": (InvalidInput, "tags are 'x'", lambda b: b.put(make_group(), "math", tags="x")),
+    "tasks that are a text": (InvalidInput, "tasks are", lambda b: b.count_statuses("math", [Status.INIT])),
+    "a task that is a list": (InvalidInput, "task_name is", lambda b: b.count(["math"], Status.INIT)),
+    "statuses that are a number": (InvalidInput, "statuses are 5", lambda b: b.redraw(1, "math", 5)),
+    "priorities that are a list": (InvalidInput, "priorities is", lambda b: b.set_priority([1])),
+    "thresholds that are a list": (
+        InvalidInput,
+        "task_stale_thresholds is",
+        lambda b: b.refresh_staleness(task_stale_thresholds=["math"], current_train_step=1),
+    ),
+    "retryable that is a text": (
+        InvalidInput,
+        "expired_groups_retryable is 'no'",
+        lambda b: b.put(make_group(), "math", expired_groups_retryable="no"),
+    ),
     "a wait for more than fits": (InvalidConfig, "would never end", lambda b: b.wait_ready({"math": 9})),
     "a lease of more than fits": (
         InvalidConfig,
@@ -374,3 +404,34 @@ async def test_a_closed_buffer_says_so() -> None:
             await call
     with pytest.raises((BufferClosed, LostLease)):
         await lease.ack()
+
+
+async def test_a_failed_group_with_a_strange_error_message_leaves_the_ledger_closed() -> None:
+    buffer = ReplayBuffer()
+    (group,) = await draw(buffer)
+    for state in group:
+        state.status = Status.FAILED
+        state.error_msg = RuntimeError("engine died")  # type: ignore[assignment]
+    for _ in range(2):
+        with pytest.raises(InvalidGroup, match="error_msg"):
+            await buffer.put_many([make_group(), group], "math")
+        assert await closed_ledger(buffer) == {"issued": 1, "in_flight": 1}
+
+
+async def test_what_is_stale_on_arrival_needs_no_room() -> None:
+    buffer = ReplayBuffer(max_groups=1)
+    buffer.set_limits("math", stale_threshold=1, retryable=False)
+    await buffer.put(make_group(), "math", model_step=8)
+    await buffer.put_many([make_group(), make_group()], "math", model_step=0, current_train_step=9)
+    assert await closed_ledger(buffer) == {"issued": 3, "buffered": 1, "discarded": 2}
+
+
+async def test_two_buffers_with_equal_policies_of_ones_own_share_a_storage() -> None:
+    class First(ReplayPolicy):
+        def choose(self, rows: list[Record], n: int) -> list[int]:  # type: ignore[override]
+            return [row.uid for row in rows[:n]]
+
+    one = ReplayBuffer(First())
+    other = ReplayBuffer(First(), one.storage)
+    await one.put(make_group(), "math")
+    assert len(await other.get(1, "math", Status.COMPLETED)) == 1

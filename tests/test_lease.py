@@ -128,3 +128,31 @@ async def test_a_large_lease_cancelled_while_it_is_handed_out_is_given_back() ->
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert await closed_ledger(buffer) == {"issued": 200, "buffered": 200}
+
+
+async def test_one_request_is_one_lease() -> None:
+    buffer = await filled()
+    request = buffer.lease_batch({"math": 1}, train_step=1)
+    await request
+    with pytest.raises(InvalidInput, match="asked for already"):
+        await request
+
+
+async def test_rejecting_a_group_instead_of_a_list_of_groups_says_so() -> None:
+    buffer = await filled()
+    lease = await buffer.lease_batch({"math": 1}, train_step=1)
+    with pytest.raises(InvalidInput, match="expected a list of groups"):
+        await lease.reject(lease.groups[0], "no gradient")  # type: ignore[arg-type]
+    assert lease.open
+
+
+async def test_an_error_in_the_block_of_a_closed_buffer_is_not_hidden() -> None:
+    buffer = await filled(1)
+
+    async def train() -> None:
+        async with buffer.lease_batch({"math": 1}, train_step=1):
+            await buffer.close()
+            raise RuntimeError("the real trouble")
+
+    with pytest.raises(RuntimeError, match="the real trouble"):
+        await train()

@@ -155,3 +155,59 @@ async def test_a_buffer_refuses_a_second_loop_that_runs_beside_the_first() -> No
     await buffer.put(make_group(), "math")
     with pytest.raises(WrongEventLoop, match=r"forebay\.blocking"):
         await asyncio.to_thread(asyncio.run, buffer.count("math", Status.COMPLETED))
+
+
+async def test_what_a_dead_holder_had_is_there_for_those_who_do_not_wait() -> None:
+    now = 0.0
+    storage = MemoryStorage(clock=lambda: now)
+    dead, alive = ReplayBuffer(storage=storage, lease_s=1e6), ReplayBuffer(storage=storage)
+    await dead.put_many([make_group(), make_group(), make_group()], "math")
+    await dead.lease_batch({"math": 3}, train_step=1)
+    await draw(dead)
+    now = 2e6
+    assert await alive.is_ready({"math": 3})
+    assert len(await alive.get(1, "math", Status.COMPLETED)) == 1
+    assert len(await alive.redraw(1, "math")) == 1
+    assert len((await alive.lease_batch({"math": 2}, train_step=1, timeout_s=0)).groups) == 2
+    await dead.close()
+
+
+async def test_a_beat_that_fails_does_not_end_the_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[bool] = []
+    enough = threading.Event()
+
+    def beat(owner: str) -> None:
+        beats.append(True)
+        if len(beats) >= 3:
+            enough.set()
+        raise ConnectionError("the database blinked")
+
+    buffer = ReplayBuffer(lease_s=0.03)
+    monkeypatch.setattr(buffer.storage, "beat", beat)
+    await buffer.put(make_group(), "math")
+    assert await asyncio.to_thread(enough.wait, 30)
+    await buffer.close()
+
+
+async def test_a_listener_that_raises_does_not_fail_the_put() -> None:
+    buffer = ReplayBuffer()
+
+    def listen(tasks: object) -> None:
+        raise RuntimeError("my own trouble")
+
+    buffer.storage.subscribe(listen)
+    await buffer.put(make_group(), "math")
+    assert await closed_ledger(buffer) == {"issued": 1, "buffered": 1}
+
+
+def test_a_waiter_left_on_a_closed_loop_does_not_trouble_others() -> None:
+    storage = MemoryStorage()
+    left = ReplayBuffer(storage=storage)
+
+    async def wait_a_moment() -> None:
+        waiting = asyncio.ensure_future(left.wait_ready({"math": 9}))
+        await turns()
+        assert not waiting.done()
+
+    asyncio.run(wait_a_moment())
+    asyncio.run(ReplayBuffer(storage=storage).put(make_group(), "math"))

@@ -108,9 +108,9 @@ class LocalStorage(Storage):
             self._deadlines[owner] = (lease_s, self._deadline_clock() + lease_s)
 
     async def close(self, owner: str) -> None:
+        self._gone.add(owner)  # before the release, which may give way to a claim that is under way
         await self.release(owner)
         self._open.discard(owner)
-        self._gone.add(owner)
         self._deadlines.pop(owner, None)
 
     def _check_owner(self, owner: str) -> None:
