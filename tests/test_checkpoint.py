@@ -136,15 +136,17 @@ async def test_a_durable_store_is_rewound_to_the_weights(tmp_path: Path) -> None
     await again.close()
 
 
-async def test_what_grew_too_old_is_reset_when_it_comes_back(tmp_path: Path) -> None:
+async def test_what_is_too_old_by_now_is_reset_when_it_comes_back(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db"))
     buffer.set_limits("math", stale_threshold=2)
-    await buffer.put(make_group(), "math", model_step=1)
+    await buffer.put_many([make_group(group_id=1), make_group(group_id=2)], "math", model_step=0)
     await buffer.save(tmp_path / "checkpoint", model_step=1)
-    async with buffer.lease_batch({"math": 1}, train_step=2):
-        pass
-    await buffer.refresh_staleness(task_stale_thresholds={"math": None}, current_train_step=9)
+    for _ in range(2):
+        async with buffer.lease_batch({"math": 1}, train_step=2):
+            pass
     await buffer.resume(tmp_path / "checkpoint")
+    assert len(await buffer.get(1, "math", Status.COMPLETED)) == 1, "fresh for the step that is next"
+    buffer.set_limits("math", stale_threshold=1)
     assert await buffer.get(1, "math", Status.COMPLETED) == []
     assert await buffer.count("math", Status.EXPIRED) == 1
     await buffer.close()

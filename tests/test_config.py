@@ -52,9 +52,9 @@ def test_every_build_gives_a_buffer_and_a_storage_of_its_own() -> None:
 
 def test_the_limits_of_a_config_reach_the_buffer() -> None:
     buffer = ReplayBufferConfig(max_groups=7, max_bytes=1000, lease_s=2.5, keep_trained=3).build()
-    settings = buffer._settings
+    settings = buffer._session.settings
     assert (settings.max_groups, settings.max_bytes, settings.keep_trained) == (7, 1000, 3)
-    assert buffer._lease_s == 2.5
+    assert buffer._session.lease_s == 2.5
 
 
 def test_a_config_can_name_the_storage_with_a_data_frame() -> None:

@@ -116,8 +116,8 @@ async def test_g05_a_holder_that_was_thought_dead_cannot_acknowledge() -> None:
     alive = ReplayBuffer(storage=storage)
     await dead.put(make_group(), "math")
     lease = await dead.lease_batch({"math": 1}, train_step=1)
-    assert dead._heartbeat is not None
-    dead._heartbeat.stop()
+    assert dead._session.heartbeat is not None
+    dead._session.heartbeat.stop()
     async with alive.lease_batch({"math": 1}, train_step=1, timeout_s=5) as taken:
         assert len(taken.groups) == 1
         with pytest.raises(LostLease, match="taken away"):

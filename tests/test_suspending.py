@@ -109,7 +109,7 @@ async def test_closing_while_opening_leaves_nothing_open() -> None:
             await asyncio.sleep(0)
         await buffer.close()
         assert isinstance((await asyncio.gather(first, return_exceptions=True))[0], (ForebayError, int))
-        assert buffer._heartbeat is None
+        assert buffer._session.heartbeat is None
         assert not storage._open
 
 

@@ -112,8 +112,8 @@ async def test_a_dead_holder_is_noticed_when_its_time_is_up() -> None:
     dead, alive = ReplayBuffer(storage=storage, lease_s=0.05), ReplayBuffer(storage=storage)
     await dead.put(make_group(), "math")
     await dead.lease_batch({"math": 1}, train_step=1)
-    assert dead._heartbeat is not None
-    dead._heartbeat.stop()  # what a killed process does
+    assert dead._session.heartbeat is not None
+    dead._session.heartbeat.stop()  # what a killed process does
     lease = await alive.lease_batch({"math": 1}, train_step=1, timeout_s=30)
     assert len(lease.groups) == 1
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Collection, Mapping, Sequence, Sized
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -29,7 +28,7 @@ from forebay.arguments import (
     checked_wants,
 )
 from forebay.checks import check_group, whole_number
-from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, LostLease, NoRoom, WaitTimeout, WrongEventLoop
+from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, LostLease
 from forebay.intake import admit, content_of
 from forebay.lease import Lease, LeaseRequest
 from forebay.ledger import Event, LedgerLine, Place
@@ -38,11 +37,10 @@ from forebay.query import And, Compare, Node, parse, resolve_staleness
 from forebay.record import Record, Row, Tags, check_tags, present
 from forebay.rollout import RolloutState, Status
 from forebay.saving import resume_storage, save_storage
+from forebay.session import Session
 from forebay.staleness import EXPIRABLE, Limits, apply_token_mask, check_step, sample_staleness
 from forebay.storage.base import Arrival, Claim, Claimed, Purpose, Settings, Storage
 from forebay.storage.memory import MemoryStorage
-from forebay.threads import in_thread
-from forebay.waiting import Changes, Deadline, Heartbeat, Waits
 
 __all__ = ["ReplayBuffer"]
 
@@ -86,93 +84,32 @@ class ReplayBuffer:
             raise InvalidConfig(f"lease_s is {lease_s!r}; expected a positive number of seconds")
         if self.policy.choose is not None and self.policy.order.columns:
             raise InvalidConfig(f"{self.policy!r} has an order and a choose; expected one of them")
-        self._settings = Settings(
+        settings = Settings(
             order=self.policy.order,
             choose=self.policy.choose,
             max_groups=max_groups,
             max_bytes=max_bytes,
             keep_trained=whole_number("keep_trained", keep_trained, least=0),
         )
-        self._lease_s = _SHARED_LEASE_S if lease_s is None and self.storage.shared else lease_s
-        self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._ageing = Ageing(self.storage)
-        self._waits = Waits()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._changes: Changes | None = None
-        self._unsubscribe: Callable[[], None] | None = None
-        self._heartbeat: Heartbeat | None = None
-        self._opening: asyncio.Future[None] | None = None
-        self._opened = self._closed = False
-        self._reap_at = 0.0
+        self._session = Session(self.storage, settings, lease_s, self._ageing.recall)
+
+    @property
+    def owner(self) -> str:
+        """The name under which this buffer holds groups."""
+        return self._session.owner
 
     def __repr__(self) -> str:
         return f"<ReplayBuffer {self.policy!r} on {type(self.storage).__name__}: {len(self)} buffered groups>"
 
     # --- life -----------------------------------------------------------------------------------------
 
-    async def _ready(self) -> Changes:
-        """Check that the buffer can be used from here, and open the storage at the first use."""
-        if self._closed:
-            raise BufferClosed(f"{self!r} is closed; make a new one")
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            self._bind(loop)
-        if not self._opened:
-            # All first calls wait for one opening, which goes on if one of them is cancelled.
-            if self._opening is None:
-                self._opening = asyncio.ensure_future(self._open())
-            await asyncio.shield(self._opening)
-        assert self._changes is not None
-        return self._changes
-
-    def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._loop is not None and not self._loop.is_closed():
-            raise WrongEventLoop(
-                f"{self!r} lives on another event loop that still runs; use forebay.blocking to share a buffer "
-                "between threads"
-            )
-        if self._unsubscribe is not None:
-            self._unsubscribe()
-        self._loop = loop
-        self._opening = None
-        self._changes = Changes(loop)
-        self._unsubscribe = self.storage.subscribe(self._changes.notify)
-
-    async def _open(self) -> None:
-        try:
-            await self.storage.open(self.owner, self._settings, self._lease_s)
-            if self._lease_s is not None:
-                self._heartbeat = Heartbeat(lambda: self.storage.beat(self.owner), self._lease_s / 3)
-            await self._ageing.recall()
-            await self.storage.reap()
-            self._opened = True
-        except BaseException:
-            self._opening = None  # the next call tries again
-            await self._release()
-            raise
-
     async def close(self) -> None:
         """End every wait, give back what this buffer holds. Closing twice is allowed."""
-        self._closed = True
-        if self._changes is not None:
-            self._changes.close()
-        if self._unsubscribe is not None:
-            self._unsubscribe()
-            self._unsubscribe = None
-        if self._opening is not None and not self._opening.done():
-            await asyncio.wait((self._opening,))
-        if self._opening is not None:
-            await self._release()
-            self._opening = None
-
-    async def _release(self) -> None:
-        heartbeat, self._heartbeat = self._heartbeat, None
-        if heartbeat is not None:
-            await in_thread(heartbeat.stop)
-        await self.storage.close(self.owner)
+        await self._session.close()
 
     async def __aenter__(self) -> ReplayBuffer:
-        await self._ready()
+        await self._session.ready()
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -243,7 +180,7 @@ class ReplayBuffer:
         timeout_s: float | None = None,
     ) -> list[int]:
         """Store several groups of one task, all of them or none; returns their uids. See `put`."""
-        await self._ready()
+        await self._session.ready()
         checked_task(task_name)
         check_step("model_step", model_step, least=0)
         check_step("current_train_step", current_train_step, least=1)
@@ -277,7 +214,7 @@ class ReplayBuffer:
             return []
         if current_train_step is not None:
             self._ageing.see(current_train_step)
-        records = await self._with_room(
+        records = await self._session.with_room(
             lambda: self.storage.put(arrivals, owner=self.owner),
             f"room for {len(arrivals)} groups of task {task_name!r}",
             task_name,
@@ -300,14 +237,14 @@ class ReplayBuffer:
 
         Waits for room. They get the group ids from `cursor` on; CursorMoved if the task stands elsewhere.
         """
-        await self._ready()
+        await self._session.ready()
         checked_task(task_name)
         whole_number("cursor", cursor, least=0)
         contents = []
         for group in checked_many("groups", groups):
             check_group(group, task_name)
             contents.append(content_of(tuple(group), None, None))
-        records = await self._with_room(
+        records = await self._session.with_room(
             lambda: self.storage.issue(task_name, contents, owner=self.owner, cursor=cursor, source_state=source_state),
             f"room to draw {len(contents)} groups of task {task_name!r}",
             task_name,
@@ -318,7 +255,7 @@ class ReplayBuffer:
 
     async def position(self, task_name: str) -> tuple[int, bytes | None]:
         """For samplers: how many groups were drawn for a task, and the state of its iterable loader, if any."""
-        await self._ready()
+        await self._session.ready()
         account = await self.storage.account(checked_task(task_name))
         return account.cursor, account.source_state
 
@@ -326,7 +263,7 @@ class ReplayBuffer:
         self, n: int, task_name: str, statuses: Sequence[Status] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
     ) -> Groups:
         """For samplers: up to n groups to be generated again, an earlier status first, then by group_id."""
-        await self._ready()
+        await self._session.ready()
         wants = checked_wants({task_name: n})
         chosen = checked_statuses(statuses)
         for status in chosen:
@@ -336,39 +273,6 @@ class ReplayBuffer:
         claimed = await self.storage.claim(Claim(wants=wants, statuses=chosen, purpose=Purpose.DRAW, owner=self.owner))
         assert claimed is not None
         return [present(row) for row in claimed[task_name]]
-
-    async def _with_room(
-        self,
-        attempt: Callable[[], Awaitable[T]],
-        what: str,
-        task_name: str,
-        sizes: Sequence[int],
-        timeout_s: float | None,
-    ) -> T:
-        """Repeat a step until there is room for it; refuse at once what can never fit."""
-        changes = await self._ready()
-        ticket = changes.ticket
-        try:
-            return await attempt()
-        except NoRoom as full:
-            for limit, needed, unit in (
-                (self._settings.max_groups, len(sizes), "groups"),
-                (self._settings.max_bytes, sum(sizes), "bytes"),
-            ):
-                if limit is not None and needed > limit:
-                    raise InvalidInput(
-                        f"{needed} {unit} can never fit into a buffer of {limit} {unit}; put less at once, or raise "
-                        f"max_{unit}"
-                    ) from full
-        deadline = Deadline(timeout_s)
-        with self._waits.listed(what, (task_name,)):
-            while True:
-                await self._wait(changes, ticket, deadline, what)
-                ticket = changes.ticket
-                try:
-                    return await attempt()
-                except NoRoom:
-                    continue
 
     # --- out ------------------------------------------------------------------------------------------
 
@@ -381,7 +285,7 @@ class ReplayBuffer:
         self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED
     ) -> tuple[dict[str, Groups], dict[str, int]]:
         """Groups of several tasks in one step, taken for good, and how many of each. Never waits."""
-        await self._ready()
+        await self._session.ready()
         status = checked_status(group_status)
         wants = checked_wants(wants)
         await self._prepare_claim(wants)
@@ -409,7 +313,7 @@ class ReplayBuffer:
     async def _lease(
         self, wants: Mapping[str, int], train_step: int, group_status: Status, timeout_s: float | None
     ) -> Lease:
-        changes = await self._ready()
+        await self._session.ready()
         wants = checked_wants(wants)
         status = checked_status(group_status)
         whole_number("train_step", train_step, least=1)
@@ -432,8 +336,8 @@ class ReplayBuffer:
             await self._prepare_claim(wants)
             return await self.storage.claim(claim)
 
-        claimed = await self._until(
-            attempt, f"{batch_name(wants, status)} for train step {train_step}", wants, changes, timeout_s
+        claimed = await self._session.until(
+            attempt, f"{batch_name(wants, status)} for train step {train_step}", _asked(wants), timeout_s
         )
         uids = {(task_name, row.record.group_id): row.record.uid for task_name, rows in claimed.items() for row in rows}
         try:
@@ -445,29 +349,20 @@ class ReplayBuffer:
         return Lease(claim.lease_id, train_step, groups, uids, self._settle)
 
     async def _settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
-        await self._ready()
+        await self._session.ready()
         await self.storage.settle(lease_id, uids, event, reason)
 
     async def _prepare_claim(self, wants: Mapping[str, int]) -> None:
         """What is too old expires, and what a dead holder had comes back, before anything is claimed."""
-        await self._reap()
+        await self._session.reap()
         await self._ageing.expire(_asked(wants))
-        if self._closed:
-            raise BufferClosed(f"{self!r} was closed meanwhile; nothing was taken")
-
-    async def _reap(self) -> None:
-        now = asyncio.get_running_loop().time()
-        if self.storage.shared and now < self._reap_at:
-            return  # asking costs a round trip there; nobody's time is up yet
-        reaped = await self.storage.reap()
-        wait_s = self._lease_s if reaped.next_s is None else reaped.next_s
-        self._reap_at = now + (_SHARED_LEASE_S if wait_s is None else wait_s) / 2
+        self._session.check_open()
 
     async def wait_ready(
         self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED, timeout_s: float | None = None
     ) -> None:
         """Wait until every task has as many groups as asked; takes nothing."""
-        changes = await self._ready()
+        await self._session.ready()
         status = checked_status(group_status)
         wants = checked_wants(wants)
         self._refuse_more_than_fits(wants)
@@ -475,15 +370,15 @@ class ReplayBuffer:
         async def attempt() -> bool | None:
             return await self._is_ready(wants, status) or None
 
-        await self._until(attempt, batch_name(wants, status), wants, changes, timeout_s)
+        await self._session.until(attempt, batch_name(wants, status), _asked(wants), timeout_s)
 
     async def is_ready(self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED) -> bool:
         """Whether every task has as many groups as asked; tasks asked for 0 or less do not count."""
-        await self._ready()
+        await self._session.ready()
         return await self._is_ready(checked_wants(wants), checked_status(group_status))
 
     async def _is_ready(self, wants: Mapping[str, int], status: Status) -> bool:
-        await self._reap()
+        await self._session.reap()
         available = await self.storage.available(wants, status)
         return all(available[task_name] >= n for task_name, n in wants.items())
 
@@ -512,44 +407,8 @@ class ReplayBuffer:
             handed[task_name] = groups
         return handed
 
-    # --- waiting --------------------------------------------------------------------------------------
-
-    async def _until(
-        self,
-        attempt: Callable[[], Awaitable[T | None]],
-        what: str,
-        wants: Mapping[str, int],
-        changes: Changes,
-        timeout_s: float | None,
-    ) -> T:
-        deadline = Deadline(timeout_s)
-        ticket = changes.ticket
-        found = await attempt()
-        if found is not None:
-            return found
-        with self._waits.listed(what, _asked(wants)):
-            while True:
-                await self._wait(changes, ticket, deadline, what)
-                ticket = changes.ticket
-                found = await attempt()
-                if found is not None:
-                    return found
-
-    async def _wait(self, changes: Changes, ticket: int, deadline: Deadline, what: str) -> None:
-        """Until something changed, the next deadline of a holder passed, or our own time is up."""
-        reaped = await self.storage.reap()
-        if reaped.returned:
-            return
-        left_s = deadline.left_s()
-        if left_s == 0:
-            assert deadline.timeout_s is not None
-            raise WaitTimeout(what, deadline.timeout_s, await self.explain_wait())
-        if reaped.next_s is not None:
-            left_s = reaped.next_s if left_s is None else min(left_s, reaped.next_s)
-        await changes.wait(ticket, left_s)
-
     def _refuse_more_than_fits(self, wants: Mapping[str, int]) -> None:
-        wanted, limit = sum(wants.values()), self._settings.max_groups
+        wanted, limit = sum(wants.values()), self._session.settings.max_groups
         if limit is not None and wanted > limit:
             raise InvalidConfig(
                 f"waiting for {wanted} groups in a buffer of max_groups={limit} would never end; raise max_groups or "
@@ -558,17 +417,7 @@ class ReplayBuffer:
 
     async def explain_wait(self) -> str:
         """What is being waited for, what there is of it, and who holds the rest."""
-        ledger = await self.storage.ledger()
-        return report.explanation(
-            self._waits,
-            asyncio.get_running_loop().time(),
-            ledger,
-            await self.storage.count_statuses(list(ledger), list(Status)),
-            await self.storage.holdings(),
-            await self.storage.usage(),
-            self._settings.max_groups,
-            self._settings.max_bytes,
-        )
+        return await self._session.explain()
 
     # --- age ------------------------------------------------------------------------------------------
 
@@ -585,7 +434,7 @@ class ReplayBuffer:
 
         Costs in proportion to what expires. From its start on nothing that is too old leaves the buffer.
         """
-        await self._ready()
+        await self._session.ready()
         whole_number("current_train_step", current_train_step, least=1)
         chosen = EXPIRABLE if statuses is None else checked_statuses(statuses)
         for status in chosen:
@@ -613,7 +462,7 @@ class ReplayBuffer:
 
     async def count(self, task_name: str, group_status: Status) -> int:
         """Buffered groups of a task and status; 0 for an unknown task."""
-        await self._ready()
+        await self._session.ready()
         status = checked_status(group_status)
         counts = await self.storage.count_statuses((checked_task(task_name),), (status,))
         return counts[task_name][status]
@@ -622,7 +471,7 @@ class ReplayBuffer:
         self, tasks: Collection[str], statuses: Collection[Status]
     ) -> dict[str, dict[Status, int]]:
         """Buffered groups by task and status, zeros included."""
-        await self._ready()
+        await self._session.ready()
         return await self.storage.count_statuses(checked_many("tasks", tasks), checked_statuses(statuses))
 
     def __len__(self) -> int:
@@ -631,20 +480,20 @@ class ReplayBuffer:
 
     async def query(self, query: Mapping[str, Any], *, limit: int | None = None) -> list[Record]:
         """The metadata of the groups that match, at any place, oldest first. Never moves anything."""
-        await self._ready()
+        await self._session.ready()
         if limit is not None:
             whole_number("limit", limit, least=0)
         return await self.storage.records(self._resolved(query), limit)
 
     async def read(self, uid: int) -> list[RolloutState] | None:
         """The samples of a group, as copies; None if it is no longer there. Never moves anything."""
-        await self._ready()
+        await self._session.ready()
         row = await self.storage.read(whole_number("uid", uid))
         return None if row is None else present(row)
 
     async def discard(self, query: Mapping[str, Any], reason: str) -> int:
         """End every buffered group that matches, for a reason that is counted; returns how many."""
-        await self._ready()
+        await self._session.ready()
         checked_reason(reason)
         node = And((self._resolved(query), Compare("place", "eq", Place.BUFFERED)))
         return sum((await self.storage.discard(node, reason)).values())
@@ -654,7 +503,7 @@ class ReplayBuffer:
 
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
         """Set priorities by uid; returns how many of these groups are still there."""
-        await self._ready()
+        await self._session.ready()
         for uid, priority in checked_mapping("priorities", priorities).items():
             whole_number("uid", uid)
             if not isinstance(priority, (int, float)) or not abs(priority) <= 1e300:
@@ -666,12 +515,12 @@ class ReplayBuffer:
 
         In groups, or in generated tokens.
         """
-        await self._ready()
+        await self._session.ready()
         return await self.storage.ledger(tokens=tokens)
 
     async def reasons(self) -> dict[str, dict[str, int]]:
         """Why groups were filtered, failed or discarded, by task."""
-        await self._ready()
+        await self._session.ready()
         return {task_name: account.reasons for task_name, account in (await self.storage.accounts()).items()}
 
     async def stats(self) -> dict[str, int]:
@@ -683,7 +532,7 @@ class ReplayBuffer:
             await self.storage.count_statuses(list(ledger), list(Status)),
             await self.storage.accounts(),
             await self.storage.usage(),
-            len(self._waits),
+            len(self._session.waits),
         )
 
     # --- checkpoints ----------------------------------------------------------------------------------
@@ -694,7 +543,7 @@ class ReplayBuffer:
         `model_step` says which weights it goes with: leases for steps up to it are saved as trained. The checkpoint
         that was at the path stays until the new one is complete.
         """
-        await self._ready()
+        await self._session.ready()
         check_step("model_step", model_step, least=0)
         await save_storage(self.storage, path, model_step=model_step, extra={"limits": self._ageing.state()})
 
@@ -704,7 +553,7 @@ class ReplayBuffer:
         Into another storage than it was made from: that must be empty. Into the same durable store: what was
         acknowledged for steps after the model step is handed out again.
         """
-        await self._ready()
+        await self._session.ready()
         manifest = await resume_storage(self.storage, path)
         self._ageing.load_state(manifest.extra.get("limits", {}))
         await self._ageing.recall()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import itertools
+import shutil
+import tempfile
 import unittest
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +16,7 @@ from hypothesis import HealthCheck, settings
 from forebay import FIFOReplayPolicy, MemoryStorage, ReplayPolicy, StalenessReplayPolicy, Storage
 from forebay.storage.pandas import PandasStorage
 from forebay.storage.sorted_keys import SortedKeys
+from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.machine import machine_for
 
 RUNS = settings(max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
@@ -28,7 +34,18 @@ def _case(make_storage: Callable[[], Storage], policy: ReplayPolicy) -> type[uni
     return case
 
 
+_directory = Path(tempfile.mkdtemp(prefix="forebay-test-"))
+atexit.register(shutil.rmtree, _directory, ignore_errors=True)
+_numbers = itertools.count()
+
+
+def _sqlite() -> Storage:
+    return SQLiteStorage(_directory / f"{next(_numbers)}.db", synchronous="NORMAL")
+
+
 TestMemoryInOrderOfArrival = _case(MemoryStorage, FIFOReplayPolicy())
 TestMemoryOldestFirst = _case(MemoryStorage, StalenessReplayPolicy())
+TestSQLiteInOrderOfArrival = _case(_sqlite, FIFOReplayPolicy())
+TestSQLiteOldestFirst = _case(_sqlite, StalenessReplayPolicy())
 TestPandasInOrderOfArrival = _case(PandasStorage, FIFOReplayPolicy())
 TestPandasOldestFirst = _case(PandasStorage, StalenessReplayPolicy())

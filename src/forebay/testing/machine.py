@@ -11,6 +11,7 @@ staleness threshold (G6), and a lost lease cannot be settled (G5).
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -51,6 +52,7 @@ class ModelGroup:
         self.place = place
         self.arrival = 0
         self.attempt = 0
+        self.train_step = 0
 
     @property
     def identity(self) -> tuple[str, int]:
@@ -90,10 +92,10 @@ class Model:
     def has_room(self, n: int) -> bool:
         return len(self.groups) + n <= self.max_groups
 
-    def arrive(self, group: ModelGroup) -> None:
+    def arrive(self, group: ModelGroup, place: str = "buffered") -> None:
         self.arrivals += 1
         group.arrival = self.arrivals
-        group.place = "buffered"
+        group.place = place
 
     def end(self, group: ModelGroup, end: str) -> None:
         self.groups.remove(group)
@@ -221,6 +223,7 @@ class BufferMachine(RuleBasedStateMachine):
             assert [(state.group_id, state.attempt) for state in group] == [(cursor + i, 1)] * 2
             drawn = ModelGroup(task, cursor + i, [Member(Status.INIT, []) for _ in range(2)], "in_flight")
             drawn.attempt = 1
+            self.model.arrive(drawn, "in_flight")
             self.model.groups.append(drawn)
         self.model.cursor[task] += n
         self.model.issued[task] += n
@@ -366,6 +369,7 @@ class BufferMachine(RuleBasedStateMachine):
                 self.is_fresh(task, group)
             for known in expected[task]:
                 known.place = "leased"
+                known.train_step = self.train_step
         self.leases.append(leased)
 
     def is_fresh(self, task: str, group: list[RolloutState]) -> None:
@@ -470,6 +474,32 @@ class BufferMachine(RuleBasedStateMachine):
         self.lost_leases += [lease for lease in self.leases if lease.groups]
         self.leases.clear()
 
+    @rule(lag=st.sampled_from([None, 0, 1]))
+    def resume_from_a_checkpoint(self, lag: int | None) -> None:
+        """The process ends; another one takes up its checkpoint, with the weights of some step, in an empty storage."""
+        model_step = None if lag is None else max(0, self.train_step - lag)
+        with tempfile.TemporaryDirectory() as directory:
+            self.run(self.buffer.save(directory, model_step=model_step))
+            self.run(self.buffer.close())
+            self.storage = type(self).make_storage()
+            self.open()
+            assert self.run(self.buffer.resume(directory)) == model_step
+        for group in list(self.model.groups):
+            if group.place == "leased" and model_step is not None and group.train_step <= model_step:
+                self.model.end(group, "trained")
+                self.train(group)
+            elif group.place == "in_flight":
+                self.lost_attempts.append((group.task, group.group_id, group.attempt))
+                for member in group.members:
+                    if member.status is not Status.COMPLETED:
+                        member.status = Status.ABORTED
+            group.place = "buffered"
+        self.lost_leases += [lease for lease in self.leases if lease.groups]
+        self.leases.clear()
+        if model_step is not None:
+            for task, step in self.model.watermark.items():
+                self.model.watermark[task] = min(step, model_step + 1)
+
     @rule()
     def lose_everything_held(self) -> None:
         """The storage takes this buffer for dead; the buffer itself lives on, and does not know."""
@@ -482,7 +512,7 @@ class BufferMachine(RuleBasedStateMachine):
     async def moved(self) -> Storage:
         storage = type(self).make_storage()
         for each in (self.storage, storage):
-            await each.open("mover", self.buffer._settings, None)
+            await each.open("mover", self.buffer._session.settings, None)
         snapshot = await self.storage.snapshot()
         await storage.restore(snapshot.accounts, snapshot.next_uid, snapshot.next_timestamp_id, snapshot.rows)
         for each in (self.storage, storage):

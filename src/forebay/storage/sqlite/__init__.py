@@ -19,9 +19,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from forebay.codec import decode_account, decode_group, encode_account, encode_group
@@ -31,9 +30,10 @@ from forebay.policy import Order
 from forebay.record import Record, Row, identify, number_rollouts
 from forebay.rollout import Group
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision, Settings, Snapshot
-from forebay.storage.local import LocalStorage, check_stream_end, check_stream_row, claim_event
-from forebay.storage.memory import MemoryTable
+from forebay.storage.local import LocalStorage, claim_event
+from forebay.storage.local_base import check_stream_end, check_stream_row
 from forebay.storage.sqlite import schema
+from forebay.storage.sqlite.journal import Journal, JournalTable, State, payload_of
 from forebay.storage.sqlite.place import ProcessLock, check_file_system
 from forebay.storage.sqlite.writer import Writer
 from forebay.storage.table import Table
@@ -46,72 +46,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _SLICE_GROUPS = 16
 _STREAM_GROUPS = 64
-_ON_DISK: Group = ()
-
-
-class _Journal:
-    """What changed in memory since it was last handed to the writer."""
-
-    def __init__(self) -> None:
-        self.records: dict[int, Record | None] = {}  # None: removed
-        self.frames: dict[int, bytes] = {}
-        self.summaries: dict[int, str] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self.records)
-
-
-class _JournalTable(MemoryTable):
-    """The indexes of memory without payloads; every change is noted."""
-
-    def __init__(self, order: Order) -> None:
-        super().__init__(order)
-        self.journal = _Journal()
-
-    def add(self, row: Row) -> None:
-        super().add(self._noted(row))
-
-    def replace(self, old: Record, row: Row) -> None:
-        super().replace(old, self._noted(row))
-
-    def remove(self, records: Sequence[Record]) -> None:
-        super().remove(records)
-        for record in records:
-            self.journal.records[record.uid] = None
-            self.journal.frames.pop(record.uid, None)
-
-    def _noted(self, row: Row) -> Row:
-        uid = row.record.uid
-        self.journal.records[uid] = row.record
-        if isinstance(row.group, _Payload):
-            self.journal.frames[uid] = row.group.frame
-            self.journal.summaries[uid] = row.group.summary
-        return Row(row.record, _ON_DISK)
-
-    def load(self, record: Record) -> None:
-        """A row that is on disk already."""
-        super().add(Row(record, _ON_DISK))
-
-
-class _State(msgspec.Struct):
-    """What a store holds, without payloads."""
-
-    meta: dict[str, Any]
-    accounts: dict[str, bytes]
-    records: list[Record]
-
-
-class _Payload(tuple[()]):
-    """Stands in a row for samples that are bytes by now."""
-
-    frame: bytes
-    summary: str
-
-
-def _payload(frame: bytes, summary: str) -> Group:
-    payload = _Payload()
-    payload.frame, payload.summary = frame, summary
-    return cast(Group, payload)
 
 
 class SQLiteStorage(LocalStorage):
@@ -144,7 +78,7 @@ class SQLiteStorage(LocalStorage):
         self._opening = asyncio.Lock()
 
     def _make_table(self, order: Order) -> Table:
-        return _JournalTable(order)
+        return JournalTable(order)
 
     @property
     def store_id(self) -> str | None:
@@ -152,9 +86,9 @@ class SQLiteStorage(LocalStorage):
         return self._store_id
 
     @property
-    def _rows(self) -> _JournalTable:
+    def _rows(self) -> JournalTable:
         table = self._table
-        assert isinstance(table, _JournalTable)
+        assert isinstance(table, JournalTable)
         return table
 
     def _check(self) -> None:
@@ -223,7 +157,7 @@ class SQLiteStorage(LocalStorage):
             self._release(owner)
         await self._finish(())
 
-    def _read_all(self, connection: sqlite3.Connection) -> _State:
+    def _read_all(self, connection: sqlite3.Connection) -> State:
         meta: dict[str, Any] = dict(connection.execute("SELECT key, value FROM meta"))
         if meta.get("restoring"):
             log.warning("restore_incomplete path=%s the store is emptied", self.path)
@@ -231,9 +165,9 @@ class SQLiteStorage(LocalStorage):
             meta = {"store_id": meta["store_id"]}
         accounts = dict(connection.execute("SELECT task_name, data FROM accounts"))
         rows = connection.execute(f"SELECT {', '.join(schema.COLUMNS)} FROM group_rows ORDER BY uid").fetchall()
-        return _State(meta, accounts, [schema.record_of(row) for row in rows])
+        return State(meta, accounts, [schema.record_of(row) for row in rows])
 
-    def _adopt(self, state: _State) -> None:
+    def _adopt(self, state: State) -> None:
         """Make memory what is on disk."""
         meta = state.meta
         self._store_id = str(meta["store_id"])
@@ -243,7 +177,7 @@ class SQLiteStorage(LocalStorage):
         self._accounts = {task_name: decode_account(data) for task_name, data in state.accounts.items()}
         self._written_accounts = state.accounts
         self._written_meta = self._meta()
-        self._table = table = _JournalTable(self._settings.order)
+        self._table = table = JournalTable(self._settings.order)
         for record in state.records:
             table.load(record)
         archived = [record for record in state.records if record.place is Place.ARCHIVED]
@@ -314,7 +248,7 @@ class SQLiteStorage(LocalStorage):
         changed_meta = {key: value for key, value in meta.items() if self._written_meta.get(key) != value}
         if not journal and not accounts and not changed_meta:
             return None
-        self._rows.journal = _Journal()
+        self._rows.journal = Journal()
         self._written_meta = meta
 
         def write(connection: sqlite3.Connection) -> None:
@@ -347,7 +281,7 @@ class SQLiteStorage(LocalStorage):
 
     def _kept(self, content: Content, task_name: str, group_id: int) -> Group:
         assert content.frame is not None
-        return _payload(content.frame, schema.summary_of(content.group))
+        return payload_of(content.frame, schema.summary_of(content.group))
 
     async def _encoded(self, contents: Sequence[Content]) -> list[Content]:
         """Contents with their frames, made before anything changes: what cannot be stored is refused here."""
@@ -429,7 +363,7 @@ class SQLiteStorage(LocalStorage):
                 self._table.replace(now.record, row)
             else:
                 frame = frames.get(record.uid, b"")
-                self._table.add(Row(record, _payload(frame, _summary_of_frame(frame))))
+                self._table.add(Row(record, payload_of(frame, _summary_of_frame(frame))))
         await self._finish({row.record.task_name for row in before})
 
     async def _fail(self, damaged: Mapping[int, str]) -> None:
@@ -515,7 +449,7 @@ class SQLiteStorage(LocalStorage):
         if self._accounts or self._table.rows():
             raise InvalidInput("a stream is restored into an empty storage; this one has been used; nothing restored")
         await self._do(lambda connection: connection.execute("INSERT OR REPLACE INTO meta VALUES ('restoring', 1)"))
-        table = _JournalTable(self._settings.order)
+        table = JournalTable(self._settings.order)
         archived: deque[int] = deque()
         try:
             last_uid = 0
