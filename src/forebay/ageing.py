@@ -27,7 +27,7 @@ __all__ = ["Ageing"]
 log = logging.getLogger(__name__)
 
 _NO_LIMITS = Limits()
-_SLICE_GROUPS = 64  # a few milliseconds
+_SLICE_GROUPS = 32  # a millisecond or two
 
 
 class Ageing:

@@ -2,7 +2,7 @@
 
 A group is one frame:
 
-    magic "FBG1" | version u8 | 3 x 0 | head bytes u32 | body bytes u64 | crc32 u32 | head | body
+    magic "FBG1" | version u8 | 3 x 0 | head bytes u32 | body bytes u64 | crc32 of all the rest u32 | head | body
 
 The head is MessagePack: the samples, with the prompt written once for all members that share it. The body is the raw
 buffers of the arrays, each aligned to 16 bytes; where an array stood, the head has extension 1 (dtype, shape,
@@ -26,7 +26,7 @@ import numpy as np
 from msgspec.msgpack import Decoder, Encoder, Ext
 
 from forebay.checks import check_group
-from forebay.errors import DamagedData, InvalidGroup, UnsupportedPayload
+from forebay.errors import DamagedData, InvalidGroup, UnreadableData, UnsupportedPayload
 from forebay.ledger import Account
 from forebay.record import Record
 from forebay.rollout import Group, RolloutState, SampleParams
@@ -45,6 +45,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _MAGIC = b"FBG1"
 _VERSION = 1
+_START = struct.Struct("<4sB3xIQ")
 _HEADER = struct.Struct("<4sB3xIQI")
 _ALIGNMENT = 16
 _MAX_DIMENSIONS = 8
@@ -131,11 +132,11 @@ def encode_group(group: Sequence[RolloutState]) -> bytes:
         raise UnsupportedPayload(f"{_culprit(group, arrays) or '$'}: {error}") from None
     padding = -(_HEADER.size + len(head)) % _ALIGNMENT
     body = [bytes(padding), *arrays.buffers]
-    crc = crc32(head)
+    start = _START.pack(_MAGIC, _VERSION, len(head), padding + arrays.size)
+    crc = crc32(head, crc32(start))
     for part in body:
         crc = crc32(part, crc)
-    size = padding + arrays.size
-    return b"".join([_HEADER.pack(_MAGIC, _VERSION, len(head), size, crc), head, *body])
+    return b"".join([start, crc.to_bytes(4, "little"), head, *body])
 
 
 _NONE = type(None)
@@ -347,15 +348,15 @@ def _split(view: memoryview) -> tuple[memoryview, memoryview]:
     magic, version, head_bytes, body_bytes, crc = _HEADER.unpack_from(view)
     if magic != _MAGIC:
         raise DamagedData(f"a group frame starts with {_MAGIC!r}; this one with {magic!r}")
-    if version != _VERSION:
-        raise DamagedData(
-            f"a group frame of version {version}; this Forebay reads version {_VERSION}: use a newer Forebay"
-        )
     expected = _HEADER.size + head_bytes + body_bytes
     if expected != len(view) or expected > MAX_FRAME_BYTES:
         raise DamagedData(f"a group frame says that it has {expected} bytes; there are {len(view)}")
-    if bytes(view[5:8]) != b"\0\0\0" or crc32(view[_HEADER.size :]) != crc:
+    if crc32(view[_HEADER.size :], crc32(view[: _START.size])) != crc:
         raise DamagedData(f"the checksum of a group frame of {len(view)} bytes does not match: it was altered")
+    if version != _VERSION or bytes(view[5:8]) != b"\0\0\0":
+        raise UnreadableData(
+            f"a group frame of version {version}; this Forebay reads version {_VERSION}: use a newer Forebay"
+        )
     # The padding between them belongs to neither.
     start = _HEADER.size + head_bytes
     return view[_HEADER.size : start], view[start + (-start % _ALIGNMENT) :]
@@ -419,7 +420,7 @@ def _bfloat16() -> np.dtype[Any]:
     try:
         from ml_dtypes import bfloat16
     except ModuleNotFoundError:
-        raise InvalidGroup("an array of bfloat16; reading it needs the package ml_dtypes") from None
+        raise UnreadableData("an array of bfloat16; reading it needs the package ml_dtypes") from None
     found: np.dtype[Any] = np.dtype(bfloat16)
     return found
 

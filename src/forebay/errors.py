@@ -9,6 +9,7 @@
     │   └── UnsupportedPayload         a value inside a sample that cannot be stored as plain data
     ├── CheckpointError                a file operation of a checkpoint failed; the earlier one is as it was
     ├── DamagedData                    bytes that are not what they claim to be
+    │   └── UnreadableData             intact, but this installation cannot read it: a newer version, a missing package
     ├── StorageError                   the storage could not do it: disk full, I/O error, server gone
     │   └── StorageInUse               another process has it open for writing
     ├── PolicyError                    a policy of the user's own chose what it was not offered
@@ -40,6 +41,7 @@ __all__ = [
     "PolicyError",
     "StorageError",
     "StorageInUse",
+    "UnreadableData",
     "UnsupportedPayload",
     "WaitTimeout",
     "WrongEventLoop",
@@ -83,6 +85,10 @@ class CheckpointError(ForebayError):
 
 class DamagedData(ForebayError):
     """Bytes that are truncated, altered, foreign, or of a newer version. Nothing was taken from them."""
+
+
+class UnreadableData(DamagedData):
+    """Data that is intact, but that this installation cannot read. Use a newer Forebay, or install what is missing."""
 
 
 class StorageError(ForebayError):

@@ -11,6 +11,8 @@ import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from forebay import (
@@ -24,6 +26,7 @@ from forebay import (
     Status,
     StorageError,
     StorageInUse,
+    UnreadableData,
     UnsupportedPayload,
 )
 from forebay.storage.sqlite import SQLiteStorage, place
@@ -268,3 +271,68 @@ async def test_a_config_names_a_store(tmp_path: Path) -> None:
         await buffer.put(make_group(), "math")
     with pytest.raises(InvalidConfig, match="synchronous"):
         SQLiteStorage(tmp_path / "x.db", synchronous="OFF")  # type: ignore[arg-type]
+
+
+async def test_a_link_to_a_store_is_the_same_store(buffer: ReplayBuffer, path: Path) -> None:
+    await buffer.put(make_group(), "math")
+    link = path.with_name("link.db")
+    link.symlink_to(path)
+    with pytest.raises(StorageInUse):
+        await ReplayBuffer(storage=SQLiteStorage(link)).ledger()
+
+
+async def test_a_damaged_archived_group_does_not_open_the_ledger(buffer: ReplayBuffer, tmp_path: Path) -> None:
+    await buffer.put_many([make_group(), make_group()], "math")
+    await buffer.save(tmp_path / "checkpoint", model_step=0)
+    async with buffer.lease_batch({"math": 2}, train_step=1):
+        pass
+    storage = buffer.storage
+    assert isinstance(storage, SQLiteStorage)
+    await storage._do(lambda connection: connection.execute("UPDATE payloads SET frame = x'00' WHERE uid = 1"))
+    await buffer.resume(tmp_path / "checkpoint")
+    assert await closed_ledger(buffer) == {"issued": 2, "buffered": 1, "trained": 1}
+
+
+async def test_a_file_that_a_crash_left_empty_becomes_a_store(path: Path) -> None:
+    path.touch()  # noqa: ASYNC240
+    buffer = ReplayBuffer(storage=SQLiteStorage(path))
+    await buffer.put(make_group(), "math")
+    await buffer.close()
+
+
+async def test_a_directory_is_no_store(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot be opened"):
+        await ReplayBuffer(storage=SQLiteStorage(tmp_path)).ledger()
+
+
+async def test_an_intact_payload_that_cannot_be_read_here_is_not_thrown_away(
+    buffer: ReplayBuffer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = make_group(1)
+    group[0].extra_fields = {"image": np.ones(3, ml_dtypes.bfloat16)}
+    await buffer.put(group, "math")
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    for call in (buffer.get(1, "math", Status.COMPLETED), buffer.lease_batch({"math": 1}, train_step=1).__aenter__()):
+        with pytest.raises(UnreadableData, match="needs the package ml_dtypes"):
+            await call
+    monkeypatch.undo()
+    assert await closed_ledger(buffer) == {"issued": 1, "buffered": 1}
+    assert len(await buffer.get(1, "math", Status.COMPLETED)) == 1
+
+
+async def test_a_row_of_wrong_types_is_refused_by_name(buffer: ReplayBuffer, path: Path) -> None:
+    await buffer.put(make_group(), "math")
+    await buffer.close()
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE group_rows SET tokens = 'many'")
+    connection.close()
+    with pytest.raises(DamagedData, match="uid 1 cannot be read"):
+        await ReplayBuffer(storage=SQLiteStorage(path)).ledger()
+
+
+def test_a_mount_hides_what_was_mounted_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = "/dev/sda / ext4 rw 0 0\nauto /data autofs rw 0 0\nhost:/x /data nfs4 rw 0 0\nh:/y /with\\040space cifs rw 0 0\n"
+    monkeypatch.setattr(Path, "read_text", lambda self, **named: mounts)
+    assert place.file_system_of(Path("/data/run/store.db")) == "nfs4"
+    assert place.file_system_of(Path("/with space/store.db")) == "cifs"
+    assert place.file_system_of(Path("/elsewhere")) == "ext4"

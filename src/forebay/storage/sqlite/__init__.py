@@ -24,7 +24,7 @@ from typing import Any, Literal, TypeVar
 from msgspec.structs import replace
 
 from forebay.codec import decode_account, decode_group, encode_account, encode_group
-from forebay.errors import BufferClosed, DamagedData, InvalidConfig, InvalidInput, StorageError
+from forebay.errors import BufferClosed, DamagedData, InvalidConfig, InvalidInput, StorageError, UnreadableData
 from forebay.ledger import MOVES, Account, End, Place
 from forebay.policy import Order
 from forebay.record import Record, Row, identify, number_rollouts
@@ -66,7 +66,7 @@ class SQLiteStorage(LocalStorage):
         if synchronous not in ("FULL", "NORMAL"):
             raise InvalidConfig(f"synchronous is {synchronous!r}; expected 'FULL' or 'NORMAL'")
         super().__init__(clock=clock)
-        self.path = Path(path)
+        self.path = Path(path).resolve()  # the lock goes with the file, whatever links lead to it
         self._synchronous = synchronous
         self._writer: Writer | None = None
         self._lock: ProcessLock | None = None
@@ -133,7 +133,10 @@ class SQLiteStorage(LocalStorage):
             self._lock = None
 
     def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, cached_statements=64)
+        try:
+            connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, cached_statements=64)
+        except sqlite3.Error as error:
+            raise StorageError(f"{self.path} cannot be opened: {error}") from error
         try:
             (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
@@ -142,6 +145,9 @@ class SQLiteStorage(LocalStorage):
             connection.execute("PRAGMA journal_size_limit = 67108864")
             connection.execute("PRAGMA temp_store = MEMORY")
             schema.create(connection)
+        except sqlite3.OperationalError as error:
+            connection.close()
+            raise StorageError(f"{self.path} cannot be opened: {error}") from error
         except sqlite3.DatabaseError as error:
             connection.close()
             raise DamagedData(f"{self.path} is not a SQLite database that can be read: {error}") from error
@@ -336,7 +342,11 @@ class SQLiteStorage(LocalStorage):
             if cancelled is not None:
                 await self._undo(claim, before, frames)
                 raise cancelled
-            loaded, damaged = await self._decoded([row for rows in claimed.values() for row in rows], frames)
+            try:
+                loaded, damaged = await self._decoded([row for rows in claimed.values() for row in rows], frames)
+            except BaseException:  # intact, but not to be read here; or cancelled
+                await self._undo(claim, before, frames)
+                raise
             if damaged:
                 await self._undo(claim, before, frames)
                 await self._fail(damaged)
@@ -374,7 +384,11 @@ class SQLiteStorage(LocalStorage):
             if row is not None:
                 log.error("payload_damaged uid=%d group=%d %s", uid, row.record.group_id, error)
                 tasks.add(row.record.task_name)
-                self._end(row, End.FAILED, "its payload was damaged on disk")
+                if row.record.place is Place.ARCHIVED:  # it has ended already
+                    self._archived.remove(uid)
+                    self._table.remove((row.record,))
+                else:
+                    self._end(row, End.FAILED, "its payload was damaged on disk")
         await self._finish(tasks)
 
     async def _loaded(self, rows: list[Row]) -> list[Row]:
@@ -404,6 +418,8 @@ class SQLiteStorage(LocalStorage):
                 identify(group, record.task_name, record.group_id)
                 number_rollouts(group, record.group_id)
                 loaded.append(Row(record, group))
+            except UnreadableData:
+                raise
             except DamagedData as error:
                 damaged[record.uid] = str(error)
         return loaded, damaged
@@ -469,6 +485,7 @@ class SQLiteStorage(LocalStorage):
                 await self._do(_inserting(part))
             check_stream_end(accounts, table)
         except BaseException:
+            self._written_meta = {}
             await self._do(_emptied)
             raise
         self._table, self._archived = table, archived

@@ -9,38 +9,60 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import socket
+import weakref
 from pathlib import Path
 
 from forebay.errors import InvalidConfig, StorageInUse
 
 __all__ = ["ProcessLock", "check_file_system", "file_system_of"]
 
-_NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "afs", "ncp", "fuse.sshfs")
+_NETWORK = (
+    "nfs",
+    "cifs",
+    "smb",
+    "9p",
+    "ceph",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "glusterfs",
+    "afs",
+    "ncp",
+    "sshfs",
+    "s3fs",
+    "gcsfuse",
+    "goofys",
+    "rclone",
+    "juicefs",
+    "mfs",
+)
 
 
 def file_system_of(path: Path) -> str | None:
     """The type of the file system that a path is on, None where the system does not tell."""
     try:
-        mounts = Path("/proc/self/mounts").read_text(errors="replace").splitlines()
+        mounts = Path("/proc/self/mounts").read_text(errors="surrogateescape").splitlines()
     except OSError:
         return None
     resolved = path.resolve()
     best, kind = -1, None
     for line in mounts:
         fields = line.split()
-        point = Path(fields[1].encode().decode("unicode_escape"))
-        if (resolved == point or point in resolved.parents) and len(point.parts) > best:
+        point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[1]))
+        # The last one counts: a mount hides what was mounted at the same place before.
+        if (resolved == point or point in resolved.parents) and len(point.parts) >= best:
             best, kind = len(point.parts), fields[2]
     return kind
 
 
 def check_file_system(path: Path) -> None:
-    kind = file_system_of(path.parent)
-    if kind is not None and kind.startswith(_NETWORK):
+    kind = file_system_of(path)
+    if kind is not None and kind.removeprefix("fuse.").startswith(_NETWORK):
         raise InvalidConfig(
             f"{path} is on a network file system ({kind}), where SQLite's write-ahead log can corrupt the store; use a "
-            "local disk, or PostgreSQL for several machines"
+            "local disk"
         )
 
 
@@ -58,10 +80,21 @@ class ProcessLock:
                 raise
             raise StorageInUse(
                 f"{path.with_suffix('')} is open for writing by {holder}; one process writes to a SQLite store. Close "
-                "it there, or use PostgreSQL for several processes"
+                "it there first"
             ) from None
         os.ftruncate(self._file, 0)
         os.write(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        # A child of a fork must not keep the lock alive after its parent.
+        lock = weakref.ref(self)
+
+        def release_in_child() -> None:
+            held = lock()
+            if held is not None:
+                held.release()
+
+        os.register_at_fork(after_in_child=release_in_child)
 
     def release(self) -> None:
-        os.close(self._file)
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)

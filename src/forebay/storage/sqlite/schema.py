@@ -17,10 +17,9 @@ from typing import Any
 
 import msgspec
 
-from forebay.errors import DamagedData
-from forebay.ledger import Place
+from forebay.errors import DamagedData, UnreadableData
 from forebay.record import Record
-from forebay.rollout import Group, Status
+from forebay.rollout import Group
 
 __all__ = ["COLUMNS", "SCHEMA_VERSION", "create", "record_of", "summary_of", "upsert_sql", "values_of"]
 
@@ -74,14 +73,15 @@ def create(connection: sqlite3.Connection) -> None:
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if not tables and not application_id:
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        connection.executescript(f"BEGIN IMMEDIATE; {_DDL} COMMIT;")
-        connection.execute("INSERT INTO meta VALUES ('store_id', ?)", (uuid.uuid4().hex,))
+        # One transaction, pragmas included: a crash leaves an empty file, or a whole store.
+        connection.executescript(
+            f"BEGIN IMMEDIATE; {_DDL} INSERT INTO meta VALUES ('store_id', '{uuid.uuid4().hex}'); "
+            f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
+        )
     elif application_id != APPLICATION_ID:
         raise DamagedData("this SQLite database was not made by Forebay; choose another path")
     elif version != SCHEMA_VERSION:
-        raise DamagedData(
+        raise UnreadableData(
             f"this store has schema version {version}; this Forebay knows version {SCHEMA_VERSION}: use a newer Forebay"
         )
 
@@ -111,9 +111,7 @@ def record_of(values: tuple[Any, ...]) -> Record:
     try:
         fields = dict(zip(COLUMNS, values, strict=True))
         fields["tags"] = msgspec.json.decode(fields["tags"]) if fields["tags"] != "{}" else {}
-        fields["status"] = Status(fields["status"])
-        fields["place"] = Place(fields["place"])
-        return Record(**fields)
+        return msgspec.convert(fields, Record)
     except (ValueError, TypeError, msgspec.MsgspecError) as error:
         raise DamagedData(f"the row of group uid {values[0]!r} cannot be read: {error}") from None
 
