@@ -331,7 +331,8 @@ async def test_a_row_of_wrong_types_is_refused_by_name(buffer: ReplayBuffer, pat
 
 
 def test_a_mount_hides_what_was_mounted_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    mounts = "/dev/sda / ext4 rw 0 0\nauto /data autofs rw 0 0\nhost:/x /data nfs4 rw 0 0\nh:/y /with\\040space cifs rw 0 0\n"
+    points = ["/dev/sda / ext4", "auto /data autofs", "host:/x /data nfs4", "host:/y /with\\040space cifs"]
+    mounts = "".join(f"{point} rw 0 0\n" for point in points)
     monkeypatch.setattr(Path, "read_text", lambda self, **named: mounts)
     assert place.file_system_of(Path("/data/run/store.db")) == "nfs4"
     assert place.file_system_of(Path("/with space/store.db")) == "cifs"
