@@ -45,7 +45,11 @@ _SQLITE = "sqlite:///"
 
 
 def build_storage(url: str) -> Storage:
-    """The storage that a config names: `memory`, `pandas`, or `sqlite:///path` (`sqlite:////path` if absolute)."""
+    """The storage that a config names.
+
+    `memory`, `pandas`, `sqlite:///path` (`sqlite:////path` if absolute), or `postgresql://host/database`, with
+    `#name` at its end for a buffer of another name than `forebay`.
+    """
     if url == "memory":
         return MemoryStorage()
     if url == "pandas":
@@ -58,7 +62,16 @@ def build_storage(url: str) -> Storage:
         from forebay.storage.sqlite import SQLiteStorage
 
         return SQLiteStorage(url.removeprefix(_SQLITE))
-    raise InvalidConfig(f"unknown storage {url!r}; expected 'memory', 'pandas' or 'sqlite:///path'")
+    if isinstance(url, str) and url.startswith(("postgresql://", "postgres://")):
+        try:
+            from forebay.storage.postgres import PostgresStorage
+        except ModuleNotFoundError as missing:
+            raise InvalidConfig("storage 'postgresql://' needs asyncpg: pip install 'forebay[postgres]'") from missing
+        dsn, _, name = url.partition("#")
+        return PostgresStorage(dsn, name or "forebay")
+    raise InvalidConfig(
+        f"unknown storage {url!r}; expected 'memory', 'pandas', 'sqlite:///path' or 'postgresql://host/database'"
+    )
 
 
 class ReplayBufferConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -11,7 +11,8 @@
     ├── DamagedData                    bytes that are not what they claim to be
     │   └── UnreadableData             intact, but this installation cannot read it: a newer version, a missing package
     ├── StorageError                   the storage could not do it: disk full, I/O error, server gone
-    │   └── StorageInUse               another process has it open for writing
+    │   ├── StorageInUse               another process has it open for writing
+    │   └── StorageUnavailable         the server cannot be reached, or went away
     ├── PolicyError                    a policy of the user's own chose what it was not offered
     ├── WaitTimeout (TimeoutError)     a wait ran out of time; carries what it was waiting for
     ├── NoRoom                         the capacity is used up just now (a wait for room handles it)
@@ -41,6 +42,7 @@ __all__ = [
     "PolicyError",
     "StorageError",
     "StorageInUse",
+    "StorageUnavailable",
     "UnreadableData",
     "UnsupportedPayload",
     "WaitTimeout",
@@ -97,6 +99,10 @@ class StorageError(ForebayError):
 
 class StorageInUse(StorageError):
     """Another process has the store open for writing."""
+
+
+class StorageUnavailable(StorageError):
+    """The database server cannot be reached, or went away. Try again when it is back."""
 
 
 class PolicyError(ForebayError):

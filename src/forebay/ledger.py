@@ -17,6 +17,7 @@ from forebay.rollout import Status
 from forebay.staleness import Floors, Limits
 
 __all__ = [
+    "MAX_REASONS",
     "MOVES",
     "OTHER_REASONS",
     "Account",
@@ -157,7 +158,7 @@ def rewound_watermark(watermark: Watermark | None, model_step: int) -> Watermark
 
 
 OTHER_REASONS = "(other reasons)"
-_MAX_REASONS = 256
+MAX_REASONS = 256
 _MAX_REASON_CHARACTERS = 200
 
 
@@ -179,7 +180,7 @@ class Account(msgspec.Struct, kw_only=True):
         kept = None
         if end is not End.TRAINED:
             kept = (reason or end.value)[:_MAX_REASON_CHARACTERS]
-            if kept not in self.reasons and len(self.reasons) >= _MAX_REASONS:
+            if kept not in self.reasons and len(self.reasons) >= MAX_REASONS:
                 kept = OTHER_REASONS
         self.ended[end] = self.ended.get(end, 0) + groups
         self.ended_tokens[end] = self.ended_tokens.get(end, 0) + tokens

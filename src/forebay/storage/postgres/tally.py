@@ -1,0 +1,111 @@
+"""The changes of the counts that one transaction makes, and how they are written with it.
+
+The rows and the counts change in one transaction, so any one statement that reads them sees a closed ledger (G1). A
+transaction adds to the shard of its own connection: two puts wait for each other only if they share a shard.
+The rows are written last, task by task in one order, so that no two transactions wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from forebay.ledger import MAX_REASONS, OTHER_REASONS, Account, End, Place
+from forebay.record import Record
+from forebay.storage.postgres.rows import to_text
+from forebay.storage.postgres.schema import SHARDS, TALLY_COLUMNS
+
+__all__ = ["ADD_TALLY", "Tally", "tally_values"]
+
+
+ADD_TALLY = f"""
+INSERT INTO tallies AS t (task_name, shard, {", ".join(TALLY_COLUMNS)})
+SELECT $1::text, pg_backend_pid() % {SHARDS}, {", ".join(f"($2::bigint[])[{i + 1}]" for i in range(len(TALLY_COLUMNS)))}
+ON CONFLICT (task_name, shard) DO UPDATE SET {", ".join(f"{c} = t.{c} + excluded.{c}" for c in TALLY_COLUMNS)}
+"""
+
+_ADD_TALLY_IN_STEP = f"{ADD_TALLY} RETURNING pg_current_xact_id()::text"
+
+_ADD_REASON = f"""
+INSERT INTO reasons AS r (task_name, reason, shard, groups)
+SELECT $1, CASE
+    WHEN EXISTS (SELECT FROM reasons WHERE task_name = $1 AND reason = $2) THEN $2
+    WHEN (SELECT count(DISTINCT reason) FROM reasons WHERE task_name = $1) < $4 THEN $2
+    ELSE $5 END, pg_backend_pid() % {SHARDS}, $3
+ON CONFLICT (task_name, reason, shard) DO UPDATE SET groups = r.groups + excluded.groups
+"""
+
+
+class Tally:
+    """What one transaction changes. `buffered` is by how many groups the buffer grew."""
+
+    def __init__(self) -> None:
+        self._deltas: dict[str, dict[str, int]] = {}
+        self._ends: dict[str, Account] = {}
+        self.buffered = 0
+
+    def add(self, task_name: str, column: str, n: int) -> None:
+        deltas = self._deltas.setdefault(task_name, {})
+        deltas[column] = deltas.get(column, 0) + n
+
+    def enter(self, record: Record, sign: int = 1) -> None:
+        """A row came to its place (or, with sign -1, left it)."""
+        task_name, place = record.task_name, record.place
+        if place is Place.ARCHIVED:
+            self._deltas.setdefault(task_name, {})
+            return
+        if place is Place.BUFFERED:
+            self.buffered += sign
+            self.add(task_name, f"buffered_{record.status}", sign)
+        else:
+            self.add(task_name, str(place), sign)
+        self.add(task_name, f"{place}_tokens", sign * record.tokens)
+        self.add(task_name, "bytes", sign * record.bytes)
+
+    def leave(self, record: Record) -> None:
+        self.enter(record, -1)
+
+    def end(self, task_name: str, end: End, tokens: int, reason: str | None, groups: int = 1) -> None:
+        """Groups are booked out, under the rules of `Account.end`."""
+        self._ends.setdefault(task_name, Account()).end(end, tokens, reason, groups=groups)
+
+    def values(self, task_name: str) -> list[int]:
+        """The changes of a task in the order of TALLY_COLUMNS."""
+        deltas = dict(self._deltas.get(task_name, {}))
+        ends = self._ends.get(task_name)
+        if ends is not None:
+            for end, groups in ends.ended.items():
+                deltas[str(end)] = deltas.get(str(end), 0) + groups
+                deltas[f"{end}_tokens"] = deltas.get(f"{end}_tokens", 0) + ends.ended_tokens[end]
+        return [deltas.get(column, 0) for column in TALLY_COLUMNS]
+
+    async def flush(self, connection: Any) -> str | None:
+        """Write the changes, as the last step before the commit; the number of the transaction, if there were any."""
+        xid: str | None = None
+        for task_name in sorted(self._deltas.keys() | self._ends.keys()):
+            name = to_text(task_name)
+            xid = await connection.fetchval(_ADD_TALLY_IN_STEP, name, self.values(task_name))
+            ends = self._ends.get(task_name)
+            for reason, groups in sorted(ends.reasons.items()) if ends is not None else ():
+                # An error message may hold anything, also what is no text.
+                text = to_text(reason.encode(errors="replace").decode())
+                await connection.execute(_ADD_REASON, name, text, groups, MAX_REASONS, OTHER_REASONS)
+        return xid
+
+
+def tally_values(account: Account, records: Any) -> list[int]:
+    """The counters of a task that has these records, for a restore."""
+    tally = Tally()
+    task_name = ""
+    tally.add(task_name, "issued", account.issued)
+    tally.add(task_name, "reset_tokens", account.reset_tokens)
+    for end, groups in account.ended.items():
+        tally.add(task_name, str(end), groups)
+    for end, tokens in account.ended_tokens.items():
+        tally.add(task_name, f"{end}_tokens", tokens)
+    for place, status, groups, tokens, size in records:
+        if place == str(Place.ARCHIVED):
+            continue
+        tally.add(task_name, f"buffered_{status}" if place == str(Place.BUFFERED) else place, groups)
+        tally.add(task_name, f"{place}_tokens", tokens)
+        tally.add(task_name, "bytes", size)
+    return tally.values(task_name)

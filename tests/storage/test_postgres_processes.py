@@ -1,0 +1,281 @@
+"""Many processes at one PostgreSQL buffer: some are killed, one sleeps past its lease, the server crashes.
+
+At the end the ledger closes, no group was trained twice, and nothing is missing (G1, G3, G5, G7).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay import ReplayBuffer
+from forebay.errors import BufferClosed, CursorMoved, LostLease, StorageUnavailable, WaitTimeout
+from forebay.rollout import RolloutState, Status
+from forebay.storage.postgres import PostgresStorage
+from forebay.testing.samples import make_group
+from tests.storage.postgres_server import Schemas, Server, dsn
+
+schemas = Schemas()
+TASK = "math"
+GROUPS = 160
+LEASE_S = 1.0
+
+
+@pytest.fixture(autouse=True)
+def dropped_schemas() -> Iterator[None]:
+    yield
+    schemas.drop_all()
+
+
+# --- what the processes do ----------------------------------------------------------------------------
+
+
+def report(**what: Any) -> None:
+    """One line that the parent reads; written at once, or not at all."""
+    os.write(1, (json.dumps(what) + "\n").encode())
+
+
+async def produce(buffer: ReplayBuffer, seed: int) -> None:
+    """Draw until the data set of GROUPS prompts is used up; generate; bring back."""
+    chance = random.Random(seed)
+    while True:
+        drawn: list[list[RolloutState]] = await buffer.redraw(2, TASK)
+        if not drawn:
+            cursor, _ = await buffer.position(TASK)
+            if cursor < GROUPS:
+                prompts = [make_group(status=Status.INIT, text=f"prompt {cursor + i}") for i in range(2)]
+                try:
+                    drawn = await buffer.issue(prompts, TASK, cursor=cursor)
+                except CursorMoved:
+                    continue
+            else:
+                line = (await buffer.ledger())[TASK]
+                if line["trained"] + line["failed"] == line["issued"]:
+                    return
+                await asyncio.sleep(0.05)
+                # Whoever waits looks after the dead; a producer that only polls has to ask.
+                await buffer.storage.reap()
+                continue
+        for group in drawn:
+            await asyncio.sleep(chance.uniform(0, 0.01))
+            done = make_group(text=group[0].message[0]["content"])
+            for state, source in zip(done, group, strict=True):
+                state.group_id, state.rollout_id, state.attempt = source.group_id, source.rollout_id, source.attempt
+            try:
+                await buffer.put(done, TASK, model_step=0)
+            except LostLease:
+                report(lost="put", group_id=group[0].group_id)
+
+
+async def consume(buffer: ReplayBuffer, seed: int) -> None:
+    """Lease, train, acknowledge, until everything is trained."""
+    chance = random.Random(seed)
+    while True:
+        line = (await buffer.ledger()).get(TASK)
+        if line is not None and line["issued"] == GROUPS == line["trained"]:
+            return
+        try:
+            lease = await buffer.lease_batch({TASK: chance.choice([1, 2, 4])}, train_step=1, timeout_s=1.5)
+        except WaitTimeout:
+            continue
+        await asyncio.sleep(chance.uniform(0, 0.02))
+        trained = [group[0].group_id for group in lease.groups]
+        report(training=trained, lease=lease.id)
+        try:
+            await lease.ack()
+        except LostLease:
+            report(lost="ack", lease=lease.id)
+        else:
+            report(trained=trained, lease=lease.id)
+
+
+async def sleepwalk(buffer: ReplayBuffer, seed: int) -> None:
+    """Hold a drawn group and a lease, say so, and go on only after having been stopped for longer than the lease."""
+    (drawn,) = await buffer.issue([make_group(status=Status.INIT)], TASK, cursor=0)
+    lease = await buffer.lease_batch({"code": 1}, train_step=1, timeout_s=20)
+    report(holds=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    outcomes = []
+    for state in drawn:
+        state.status, state.response_ids = Status.COMPLETED, [1]
+    for attempt in (buffer.put(drawn, TASK, model_step=0), lease.ack()):
+        try:
+            await attempt
+            outcomes.append("done")
+        except LostLease:
+            outcomes.append("lost")
+    report(outcomes=outcomes)
+
+
+async def store(buffer: ReplayBuffer, seed: int) -> None:
+    """Put group after group, and report each one that was acknowledged."""
+    n = 0
+    while True:
+        try:
+            uid = await buffer.put(make_group(text=f"{seed}: {n}"), TASK)
+        except StorageUnavailable:
+            report(away=True)
+            await asyncio.sleep(0.1)
+            continue
+        report(put=uid, n=n)
+        n += 1
+
+
+def main(role: str, where: str, name: str, seed: int) -> None:
+    async def run() -> None:
+        buffer = ReplayBuffer(storage=PostgresStorage(where, name), lease_s=LEASE_S)
+        try:
+            await globals()[role](buffer, seed)
+        except BufferClosed:
+            pass
+        finally:
+            await buffer.close()
+
+    asyncio.run(run())
+    report(ended=True)
+
+
+class Child:
+    """One process, and all that it reported."""
+
+    def __init__(self, role: str, name: str, seed: int, where: str | None = None) -> None:
+        self.role = role
+        arguments = [role, where or dsn(), name, str(seed)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.storage.test_postgres_processes", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+        )
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+
+    def next_report(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        found: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return found
+
+    def reports(self, timeout_s: float = 60) -> list[dict[str, Any]]:
+        out, _ = self.process.communicate(timeout=timeout_s)
+        return [json.loads(line) for line in out.splitlines()]
+
+
+# --- the tests ----------------------------------------------------------------------------------------
+
+
+def test_four_produce_and_two_consume_and_some_are_killed() -> None:
+    chance = random.Random(7)
+    storage = schemas.make()
+    seeds = iter(range(100))
+    roles = ["produce"] * 4 + ["consume"] * 2
+    running = [Child(role, storage.name, next(seeds)) for role in roles]
+    dead: list[Child] = []
+    try:
+        time.sleep(1.0)
+        for _ in range(5):
+            time.sleep(chance.uniform(0.1, 0.5))
+            victim = running.pop(chance.randrange(len(running)))
+            victim.kill()
+            dead.append(victim)
+            running.append(Child(victim.role, storage.name, next(seeds)))
+        reports = [report for child in [*dead, *running] for report in child.reports()]
+    finally:
+        for child in running:
+            child.kill()
+            child.process.wait()
+    assert sum("ended" in report for report in reports) == len(running)
+
+    acknowledged = Counter(group_id for report in reports for group_id in report.get("trained", ()))
+    assert max(acknowledged.values()) == 1, "trained twice"
+    # A consumer that was killed between its acknowledgement and its report has trained these.
+    begun = {group_id for report in reports for group_id in report.get("training", ())}
+    assert begun == set(range(GROUPS))
+
+    async def check() -> None:
+        async with ReplayBuffer(storage=storage) as buffer:
+            (line,) = (await buffer.ledger()).values()
+            assert {name: n for name, n in line.items() if n} == {"issued": GROUPS, "trained": GROUPS}
+            assert not await storage.verify()
+            assert (await buffer.position(TASK))[0] == GROUPS
+
+    asyncio.run(check())
+
+
+def test_a_zombie_can_neither_put_nor_acknowledge() -> None:
+    storage = schemas.make()
+
+    async def prepare() -> None:
+        async with ReplayBuffer(storage=storage) as buffer:
+            await buffer.put(make_group(), "code")
+
+    async def take_over() -> None:
+        async with ReplayBuffer(storage=storage, lease_s=LEASE_S) as buffer:
+            lease = await buffer.lease_batch({"code": 1}, train_step=1, timeout_s=20)
+            assert await buffer.count(TASK, Status.ABORTED) == 1
+            zombie.process.send_signal(signal.SIGCONT)
+            out, _ = await asyncio.to_thread(zombie.process.communicate, b"go on\n", 30)
+            reports = [json.loads(line) for line in out.splitlines()]
+            assert {"outcomes": ["lost", "lost"]} in reports
+            await lease.ack()
+            assert (await buffer.ledger())["code"]["trained"] == 1
+
+    asyncio.run(prepare())
+    zombie = Child("sleepwalk", storage.name, 1)
+    try:
+        assert zombie.next_report() == {"holds": True}
+        zombie.process.send_signal(signal.SIGSTOP)
+        asyncio.run(take_over())
+    finally:
+        zombie.kill()
+        zombie.process.wait()
+
+
+def test_g07_what_was_acknowledged_survives_a_crash_of_the_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+    server = Server(tmp_path_factory.mktemp("crashing"))
+    children = []
+    try:
+        children = [Child("store", "crash", seed, server.dsn) for seed in range(2)]
+        for crash in range(2):
+            time.sleep(1.5 + 0.3 * crash)
+            server.stop("immediate")
+            time.sleep(0.2)
+            server.start()
+        time.sleep(1.5)
+        for child in children:
+            child.kill()
+        reports = [report for child in children for report in child.reports()]
+
+        async def check() -> None:
+            storage = PostgresStorage(server.dsn, "crash")
+            async with ReplayBuffer(storage=storage, lease_s=LEASE_S) as buffer:
+                found = {record.uid for record in await buffer.query({})}
+                acknowledged = {report["put"] for report in reports if "put" in report}
+                assert len(acknowledged) > 50
+                assert acknowledged <= found
+                assert any("away" in report for report in reports)
+                assert len(found) - len(acknowledged) <= 6, "at most one put of each child was under way at each crash"
+                assert not await storage.verify()
+
+        asyncio.run(check())
+    finally:
+        for child in children:
+            child.kill()
+            child.process.wait()
+        server.end()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
