@@ -387,7 +387,7 @@ def test_a_newer_or_half_made_store_is_refused(store: Path) -> None:
 
 def test_what_sqlite_finds_damaged_is_reported_and_left(store: Path) -> None:
     data = bytearray(store.read_bytes())
-    data[4096 * 3 : 4096 * 4] = bytes(4096)
+    data[16384 * 3 : 16384 * 4] = bytes(16384)
     store.write_bytes(data)
     code, findings, fixed = look(store, "--fix")
     assert (code, fixed, wrong(findings)) == (1, [], {"database": "error"})

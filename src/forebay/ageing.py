@@ -115,10 +115,11 @@ class Ageing:
             await self.advance(known.train_step, {task_name: self.limits(task_name)})
         newly_expired = 0
         while True:
-            watermark = (await self._storage.account(task_name)).watermark
             rows = await self._storage.due(task_name, statuses, _SLICE_GROUPS)
-            if watermark is None or not rows:
+            if not rows:
                 break
+            watermark = (await self._storage.account(task_name)).watermark
+            assert watermark is not None, "nothing is due without a watermark"
             # The watermark may have moved in between: what is not below the one we know only gets its facts anew
             # here, and is looked at again.
             contents = [expire_content(row.group, watermark.limits, watermark.train_step) for row in rows]

@@ -72,8 +72,11 @@ _DTYPES = {
     "F64": (12, "<f8"),
     "BF16": (13, "bfloat16"),
 }
-_CODE_OF = {np.dtype(name).str: code for code, name in _DTYPES.values() if name != "bfloat16"}
-_NAME_OF = dict(_DTYPES.values())
+_BFLOAT16 = _DTYPES["BF16"][0]
+# By the dtype itself: its name is a property that costs more than encoding the array.
+_CODE_OF = {np.dtype(name): code for code, name in _DTYPES.values() if name != "bfloat16"}
+_DTYPE_OF = {code: dtype for dtype, code in _CODE_OF.items()}
+_VECTOR = struct.Struct("<BBQQ")
 
 _PROMPT_FIELDS = ("message", "prompt_ids", "mm_info", "reward_model", "data_source", "tools", "tool_choice")
 _USER_FIELDS = (
@@ -160,29 +163,42 @@ _NUMBERS = frozenset((int, float, bool))
 
 def _check_types(state: RolloutState, index: int) -> None:
     """What is written must be readable: UnsupportedPayload for a field of a type that a reader would refuse."""
-    for name, kinds in _FIELD_TYPES.items():
-        value = getattr(state, name)
-        if type(value) not in kinds:
-            expected = " or ".join("None" if kind is _NONE else kind.__name__ for kind in kinds)
-            raise UnsupportedPayload(f"$[{index}].{name}: a {type(value).__name__}; expected {expected}")
+    found = tuple([type(getattr(state, name)) for name in _FIELD_TYPES])
+    if found not in _good_types:
+        _check_fields(state, index)
+        if len(_good_types) < 1_000:
+            _good_types.add(found)
     for name in ("message", "tools", "tool_calls"):
         for position, item in enumerate(getattr(state, name) or ()):
             if type(item) is not dict:
                 raise UnsupportedPayload(f"$[{index}].{name}[{position}]: a {type(item).__name__}; expected a dict")
     for name in _COLUMNS:
         column = getattr(state, name)
-        if type(column) is list:
-            if not set(map(type, column)) <= _NUMBERS:
-                position = next(i for i, item in enumerate(column) if type(item) not in _NUMBERS)
-                kind = type(column[position]).__name__
-                raise UnsupportedPayload(f"$[{index}].{name}[{position}]: a {kind}; expected a number")
-        elif column is not None and type(column) is not np.ndarray:
+        if column is None or type(column) is np.ndarray:
+            continue
+        if type(column) is not list:
             raise UnsupportedPayload(f"$[{index}].{name}: a {type(column).__name__}; expected a list or a numpy array")
+        if not set(map(type, column)) <= _NUMBERS:
+            position = next(i for i, item in enumerate(column) if type(item) not in _NUMBERS)
+            kind = type(column[position]).__name__
+            raise UnsupportedPayload(f"$[{index}].{name}[{position}]: a {kind}; expected a number")
     if state.sample_params is not None:
         try:
             msgspec.convert(msgspec.to_builtins(state.sample_params), SampleParams)
         except (msgspec.ValidationError, TypeError) as error:
             raise UnsupportedPayload(f"$[{index}].sample_params: {error}") from None
+
+
+_good_types: set[tuple[type, ...]] = set()
+"""Combinations of field types that passed: a run has a handful of them."""
+
+
+def _check_fields(state: RolloutState, index: int) -> None:
+    for name, kinds in _FIELD_TYPES.items():
+        value = getattr(state, name)
+        if type(value) not in kinds:
+            expected = " or ".join("None" if kind is _NONE else kind.__name__ for kind in kinds)
+            raise UnsupportedPayload(f"$[{index}].{name}: a {type(value).__name__}; expected {expected}")
 
 
 class _ArrayWriter:
@@ -201,15 +217,20 @@ class _ArrayWriter:
         known = self._written.get(id(value))
         if known is not None and known[0] is value:
             return known[1]
-        array = _contiguous(value)
+        code = _CODE_OF.get(value.dtype)
+        array = value if code is not None and value.flags.c_contiguous else _contiguous(value)
         offset = self.size
         self.buffers.append(memoryview(array.data).cast("B") if array.size else b"")
         padding = -array.nbytes % _ALIGNMENT
         if padding:
             self.buffers.append(bytes(padding))
         self.size += array.nbytes + padding
-        dims = struct.pack(f"<BB{array.ndim + 1}Q", _dtype_code(value.dtype), array.ndim, offset, *array.shape)
-        ext = Ext(_ARRAY, dims)
+        if code is None:
+            code = _dtype_code(value.dtype)
+        if array.ndim == 1:
+            ext = Ext(_ARRAY, _VECTOR.pack(code, 1, offset, array.size))
+        else:
+            ext = Ext(_ARRAY, struct.pack(f"<BB{array.ndim + 1}Q", code, array.ndim, offset, *array.shape))
         self._written[id(value)] = (value, ext)
         return ext
 
@@ -221,6 +242,8 @@ class _ArrayWriter:
         if depth >= _MAX_DEPTH:
             raise UnsupportedPayload(f"{path[:120]}: nested deeper than {_MAX_DEPTH} levels")
         if kind is dict:
+            if _LEAVES.issuperset(map(type, value.values())) and set(map(type, value)) <= _TEXTS:
+                return value
             for key in value:
                 if type(key) is not str:
                     raise UnsupportedPayload(f"{path}: a key is {key!r}; expected texts as keys")
@@ -258,6 +281,7 @@ class _ArrayWriter:
 
 
 _LEAVES = frozenset((str, int, float, bool, type(None), bytes))
+_TEXTS = frozenset((str,))
 
 
 def _culprit(group: Sequence[RolloutState], arrays: _ArrayWriter) -> str | None:
@@ -280,6 +304,16 @@ def _culprit(group: Sequence[RolloutState], arrays: _ArrayWriter) -> str | None:
 
 
 def _same_prompt(one: RolloutState, other: RolloutState) -> bool:
+    if (
+        one.message is other.message
+        and one.prompt_ids is other.prompt_ids
+        and one.mm_info is other.mm_info
+        and one.reward_model is other.reward_model
+        and one.data_source is other.data_source
+        and one.tools is other.tools
+        and one.tool_choice is other.tool_choice
+    ):
+        return True
     return all(_same(getattr(one, name), getattr(other, name)) for name in _PROMPT_FIELDS)
 
 
@@ -305,9 +339,12 @@ def _contiguous(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _dtype_code(dtype: np.dtype[Any]) -> int:
+    code = _CODE_OF.get(dtype)
+    if code is not None:
+        return code
     if dtype.name == "bfloat16":
-        return _DTYPES["BF16"][0]
-    code = _CODE_OF.get(dtype.newbyteorder("<").str)
+        return _BFLOAT16
+    code = _CODE_OF.get(dtype.newbyteorder("<"))
     if code is None:
         raise TypeError(f"an array of {dtype} is not plain data; expected one of {', '.join(_DTYPES)}")
     return code
@@ -394,14 +431,19 @@ def _read_extension(code: int, data: memoryview) -> Any:
 def _read_array(data: memoryview) -> np.ndarray[Any, Any]:
     if len(data) < 10 or data[1] > _MAX_DIMENSIONS or len(data) != 2 + 8 * (data[1] + 1):
         raise InvalidGroup(f"an array described by {len(data)} bytes")
+    dtype = _DTYPE_OF.get(data[0])
+    if dtype is not None and data[1] == 1:  # nearly every array is a column of tokens
+        _, _, offset, items = _VECTOR.unpack(data)
+        if items and offset + items * dtype.itemsize <= len(_reading.body):
+            return np.frombuffer(_reading.body, dtype, items, offset)
     code, dimensions, offset, *shape = struct.unpack(f"<BB{data[1] + 1}Q", data)
-    name = _NAME_OF.get(code)
-    if name is None:
-        raise InvalidGroup(f"an array of unknown type {code}")
-    dtype = _bfloat16() if name == "bfloat16" else np.dtype(name)
+    if dtype is None:
+        if code != _BFLOAT16:
+            raise InvalidGroup(f"an array of unknown type {code}")
+        dtype = _bfloat16()
     items = prod(shape)
     if offset + items * dtype.itemsize > len(_reading.body) or max(shape, default=0) > MAX_FRAME_BYTES:
-        raise InvalidGroup(f"an array of {items} {name} at byte {offset} does not fit into {len(_reading.body)} bytes")
+        raise InvalidGroup(f"an array of {items} {dtype} at byte {offset} does not fit into {len(_reading.body)} bytes")
     if items == 0:
         try:
             array = np.empty(shape, dtype)
@@ -409,7 +451,7 @@ def _read_array(data: memoryview) -> np.ndarray[Any, Any]:
             raise InvalidGroup(f"an empty array of shape {shape}") from None
         array.setflags(write=False)
         return array
-    if name == "bfloat16":
+    if code == _BFLOAT16:
         flat = np.frombuffer(_reading.body, np.uint16, items, offset).view(dtype)
     else:
         flat = np.frombuffer(_reading.body, dtype, items, offset)

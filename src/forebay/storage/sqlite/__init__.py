@@ -44,7 +44,7 @@ __all__ = ["SQLiteStorage"]
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_SLICE_GROUPS = 16
+_SLICE_BYTES = 2**19  # of frames, encoded or decoded before the event loop gets its turn
 _STREAM_GROUPS = 64
 
 
@@ -138,11 +138,14 @@ class SQLiteStorage(LocalStorage):
         except sqlite3.Error as error:
             raise StorageError(f"{self.path} cannot be opened: {error}") from error
         try:
+            connection.execute("PRAGMA page_size = 16384")  # of a new store; payloads are large
             (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
                 raise InvalidConfig(f"{self.path}: this file system does not allow SQLite's write-ahead log ({mode})")
             connection.execute(f"PRAGMA synchronous = {self._synchronous}")
             connection.execute("PRAGMA journal_size_limit = 67108864")
+            connection.execute("PRAGMA wal_autocheckpoint = 4096")  # 64 MB; the writer folds the log earlier, by itself
+            connection.execute("PRAGMA cache_size = -65536")  # a batch of payloads must not spill
             connection.execute("PRAGMA temp_store = MEMORY")
             schema.create(connection)
         except sqlite3.OperationalError as error:
@@ -171,7 +174,14 @@ class SQLiteStorage(LocalStorage):
             meta = {"store_id": meta["store_id"]}
         accounts = dict(connection.execute("SELECT task_name, data FROM accounts"))
         rows = connection.execute(f"SELECT {', '.join(schema.COLUMNS)} FROM group_rows ORDER BY uid").fetchall()
-        return State(meta, accounts, [schema.record_of(row) for row in rows])
+        # The table is built here, in the writer's thread: the event loop has no part in it.
+        records = [schema.record_of(row) for row in rows]
+        table = JournalTable(self._settings.order)
+        for record in records:
+            table.load(record)
+        archived = [record for record in records if record.place is Place.ARCHIVED]
+        archived.sort(key=lambda record: (record.moved_at, record.uid))
+        return State(meta, accounts, table, deque(record.uid for record in archived))
 
     def _adopt(self, state: State) -> None:
         """Make memory what is on disk."""
@@ -183,22 +193,18 @@ class SQLiteStorage(LocalStorage):
         self._accounts = {task_name: decode_account(data) for task_name, data in state.accounts.items()}
         self._written_accounts = state.accounts
         self._written_meta = self._meta()
-        self._table = table = JournalTable(self._settings.order)
-        for record in state.records:
-            table.load(record)
-        archived = [record for record in state.records if record.place is Place.ARCHIVED]
-        self._archived = deque(record.uid for record in sorted(archived, key=lambda r: (r.moved_at, r.uid)))
+        self._table, self._archived = state.table, state.archived
 
     # --- the writer ---------------------------------------------------------------------------------
 
     def _submit(
-        self, work: Callable[[sqlite3.Connection], T], *, alone: bool = False, always: bool = False
+        self, work: Callable[[sqlite3.Connection], T], *, alone: bool = False, always: bool = False, size: int = 0
     ) -> Future[T]:
         if os.getpid() != self._process:
             raise StorageError(f"{self.path} was opened before a fork; open it anew in the child process")
         if self._writer is None:
             raise BufferClosed(f"{self.path} is closed; open it first")
-        return self._writer.submit(work, alone=alone, always=always)
+        return self._writer.submit(work, alone=alone, always=always, size=size)
 
     async def _do(self, work: Callable[[sqlite3.Connection], T], *, alone: bool = False, always: bool = False) -> T:
         """Submit work and see it through: a cancel is passed on only after the outcome is known."""
@@ -278,9 +284,12 @@ class SQLiteStorage(LocalStorage):
         return write
 
     async def _finish(self, tasks: Collection[str]) -> None:
+        size = sum(map(len, self._rows.journal.frames.values()))
         write = self._take_changes()
         if write is not None:
-            await self._do(write)
+            _, cancelled = await self._see_through(self._submit(write, size=size))
+            if cancelled is not None:
+                raise cancelled
         await super()._finish(tasks)
 
     # --- payloads -----------------------------------------------------------------------------------
@@ -292,10 +301,14 @@ class SQLiteStorage(LocalStorage):
     async def _encoded(self, contents: Sequence[Content]) -> list[Content]:
         """Contents with their frames, made before anything changes: what cannot be stored is refused here."""
         encoded = []
-        for index, content in enumerate(contents):
-            if index % _SLICE_GROUPS == _SLICE_GROUPS - 1:
+        pending = 0
+        for content in contents:
+            frame = encode_group(content.group)
+            encoded.append(replace(content, frame=frame))
+            pending += len(frame)
+            if pending >= _SLICE_BYTES:
+                pending = 0
                 await asyncio.sleep(0)
-            encoded.append(replace(content, frame=encode_group(content.group)))
         return encoded
 
     async def issue(
@@ -338,7 +351,7 @@ class SQLiteStorage(LocalStorage):
                     write(connection)
                 return frames
 
-            frames, cancelled = await self._see_through(self._submit(work))
+            frames, cancelled = await self._see_through(self._submit(work, size=4_096 * len(before)))
             if cancelled is not None:
                 await self._undo(claim, before, frames)
                 raise cancelled
@@ -406,10 +419,13 @@ class SQLiteStorage(LocalStorage):
     async def _decoded(self, rows: Sequence[Row], frames: Mapping[int, bytes]) -> tuple[list[Row], dict[int, str]]:
         loaded: list[Row] = []
         damaged: dict[int, str] = {}
-        for index, row in enumerate(rows):
-            if index % _SLICE_GROUPS == _SLICE_GROUPS - 1:
-                await asyncio.sleep(0)
+        pending = 0
+        for row in rows:
             record = row.record
+            pending += len(frames.get(record.uid, b"")) + 4_096
+            if pending >= _SLICE_BYTES:
+                pending = 0
+                await asyncio.sleep(0)
             try:
                 frame = frames.get(record.uid)
                 if frame is None:

@@ -6,6 +6,7 @@ storage hands the notes to the writer, which makes them last.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -65,14 +66,6 @@ class JournalTable(MemoryTable):
         super().add(Row(record, ON_DISK))
 
 
-class State(msgspec.Struct):
-    """What a store holds, without payloads."""
-
-    meta: dict[str, Any]
-    accounts: dict[str, bytes]
-    records: list[Record]
-
-
 class Payload(tuple[()]):
     """Stands in a row for samples that are bytes by now."""
 
@@ -84,3 +77,12 @@ def payload_of(frame: bytes, summary: str) -> Group:
     payload = Payload()
     payload.frame, payload.summary = frame, summary
     return cast(Group, payload)
+
+
+class State(msgspec.Struct):
+    """What a store holds, without payloads."""
+
+    meta: dict[str, Any]
+    accounts: dict[str, bytes]
+    table: JournalTable
+    archived: deque[int]

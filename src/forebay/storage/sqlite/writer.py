@@ -13,6 +13,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from forebay.errors import StorageError
@@ -22,11 +23,14 @@ __all__ = ["Writer"]
 T = TypeVar("T")
 
 _MAX_BATCH = 256
+_CHECKPOINT_BYTES = 4 * 2**20
+"""How much may be written before the log is folded into the database, after the answers are out."""
 
 
 class _Job:
-    def __init__(self, work: Callable[[sqlite3.Connection], Any], *, alone: bool, always: bool) -> None:
+    def __init__(self, work: Callable[[sqlite3.Connection], Any], *, alone: bool, always: bool, size: int) -> None:
         self.work = work
+        self.size = size
         self.alone = alone or always
         self.always = always
         self.future: Future[Any] = Future()
@@ -38,6 +42,7 @@ class Writer:
     def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._failure: StorageError | None = None
+        self._written = 0
         self._opened: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(connect,), name="forebay-sqlite", daemon=True)
         self._thread.start()
@@ -47,13 +52,13 @@ class Writer:
         return self._opened
 
     def submit(
-        self, work: Callable[[sqlite3.Connection], T], *, alone: bool = False, always: bool = False
+        self, work: Callable[[sqlite3.Connection], T], *, alone: bool = False, always: bool = False, size: int = 0
     ) -> Future[T]:
-        """Run work inside a transaction.
+        """Run work, which writes about `size` bytes, inside a transaction.
 
         `alone`: outside of one, after everything before it is committed. `always`: like that, also after a failure.
         """
-        job = _Job(work, alone=alone, always=always)
+        job = _Job(work, alone=alone, always=always, size=size)
         self._queue.put(job)
         return job.future
 
@@ -116,9 +121,18 @@ class Writer:
             else:
                 for job, result in zip(batch, results, strict=True):
                     job.future.set_result(result)
+                self._fold(connection, sum(job.size for job in batch))
                 return
         for job in batch:
             job.future.set_exception(self._failure)
+
+    def _fold(self, connection: sqlite3.Connection, written: int) -> None:
+        """Checkpoint the log now and then; nobody waits for it. SQLite's own limit stays as a backstop."""
+        self._written += written
+        if self._written >= _CHECKPOINT_BYTES:
+            self._written = 0
+            with suppress(sqlite3.Error):
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
 
     def _answer(self, job: _Job, connection: sqlite3.Connection) -> None:
         try:
