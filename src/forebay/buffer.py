@@ -36,7 +36,6 @@ from forebay.policy import FIFOReplayPolicy, ReplayPolicy
 from forebay.query import And, Compare, Node, parse, resolve_staleness
 from forebay.record import Record, Row, Tags, check_tags, present
 from forebay.rollout import RolloutState, Status
-from forebay.saving import resume_storage, save_storage
 from forebay.session import Session
 from forebay.staleness import EXPIRABLE, Limits, apply_token_mask, check_step, sample_staleness
 from forebay.storage.base import Arrival, Claim, Claimed, Purpose, Settings, Storage
@@ -545,6 +544,8 @@ class ReplayBuffer:
         """
         await self._session.ready()
         check_step("model_step", model_step, least=0)
+        from forebay.saving import save_storage  # imported here: it would double the time of `import forebay`
+
         await save_storage(self.storage, path, model_step=model_step, extra={"limits": self._ageing.state()})
 
     async def resume(self, path: str | os.PathLike[str]) -> int | None:
@@ -554,6 +555,8 @@ class ReplayBuffer:
         acknowledged for steps after the model step is handed out again.
         """
         await self._session.ready()
+        from forebay.saving import resume_storage
+
         manifest = await resume_storage(self.storage, path)
         self._ageing.load_state(manifest.extra.get("limits", {}))
         await self._ageing.recall()

@@ -77,6 +77,7 @@ _BFLOAT16 = _DTYPES["BF16"][0]
 _CODE_OF = {np.dtype(name): code for code, name in _DTYPES.values() if name != "bfloat16"}
 _DTYPE_OF = {code: dtype for dtype, code in _CODE_OF.items()}
 _VECTOR = struct.Struct("<BBQQ")
+_PADDING = [bytes(count) for count in range(_ALIGNMENT)]
 
 _PROMPT_FIELDS = ("message", "prompt_ids", "mm_info", "reward_model", "data_source", "tools", "tool_choice")
 _USER_FIELDS = (
@@ -119,22 +120,20 @@ def encode_group(group: Sequence[RolloutState]) -> bytes:
         written = state.__copy__()
         if source != index:
             written.message = []
-            for name in _PROMPT_FIELDS[1:]:
-                setattr(written, name, None)
-        _check_types(written, index)
-        for name in _USER_FIELDS:
+            written.prompt_ids = written.mm_info = written.reward_model = written.data_source = None
+            written.tools = written.tool_choice = None
+        for name in _check_types(written, index):
             value = getattr(written, name)
-            if type(value) not in _LEAVES:
-                plain = arrays.plain(value, f"$[{index}].{name}", 0)
-                if plain is not value:
-                    setattr(written, name, plain)
+            plain = arrays.plain(value, f"$[{index}].{name}", 0)
+            if plain is not value:
+                setattr(written, name, plain)
         samples.append(written)
     try:
         head = arrays.encode(_Head(prompts, samples))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UnsupportedPayload(f"{_culprit(group, arrays) or '$'}: {error}") from None
     padding = -(_HEADER.size + len(head)) % _ALIGNMENT
-    body = [bytes(padding), *arrays.buffers]
+    body = [_PADDING[padding], *arrays.buffers]
     start = _START.pack(_MAGIC, _VERSION, len(head), padding + arrays.size)
     crc = crc32(head, crc32(start))
     for part in body:
@@ -161,13 +160,19 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
 _NUMBERS = frozenset((int, float, bool))
 
 
-def _check_types(state: RolloutState, index: int) -> None:
-    """What is written must be readable: UnsupportedPayload for a field of a type that a reader would refuse."""
-    found = tuple([type(getattr(state, name)) for name in _FIELD_TYPES])
-    if found not in _good_types:
+def _check_types(state: RolloutState, index: int) -> tuple[str, ...]:
+    """What is written must be readable: UnsupportedPayload for a field of a type that a reader would refuse.
+
+    Returns the fields that hold more than a leaf, which have to be looked into.
+    """
+    found = tuple([type(getattr(state, name)) for name in _TYPED_FIELDS])
+    nested = _good_types.get(found)
+    if nested is None:
         _check_fields(state, index)
+        kinds = zip(_TYPED_FIELDS, found, strict=True)
+        nested = tuple(name for name, kind in kinds if name in _USER_FIELDS and kind not in _LEAVES)
         if len(_good_types) < 1_000:
-            _good_types.add(found)
+            _good_types[found] = nested
     for name in ("message", "tools", "tool_calls"):
         for position, item in enumerate(getattr(state, name) or ()):
             if type(item) is not dict:
@@ -187,10 +192,12 @@ def _check_types(state: RolloutState, index: int) -> None:
             msgspec.convert(msgspec.to_builtins(state.sample_params), SampleParams)
         except (msgspec.ValidationError, TypeError) as error:
             raise UnsupportedPayload(f"$[{index}].sample_params: {error}") from None
+    return nested
 
 
-_good_types: set[tuple[type, ...]] = set()
-"""Combinations of field types that passed: a run has a handful of them."""
+_TYPED_FIELDS = (*_FIELD_TYPES, "data_source", "tool_choice", "routed_experts")
+_good_types: dict[tuple[type, ...], tuple[str, ...]] = {}
+"""Combinations of field types that passed, with the fields to look into: a run has a handful of them."""
 
 
 def _check_fields(state: RolloutState, index: int) -> None:
@@ -205,7 +212,7 @@ class _ArrayWriter:
     """Collects the buffers of the arrays that an encoder meets."""
 
     def __init__(self) -> None:
-        self.buffers: list[Buffer] = []
+        self.buffers: list[Any] = []  # whatever lends its bytes
         self.size = 0
         self._encoder = Encoder(enc_hook=self._hook)
         self.encode = self._encoder.encode
@@ -220,11 +227,13 @@ class _ArrayWriter:
         code = _CODE_OF.get(value.dtype)
         array = value if code is not None and value.flags.c_contiguous else _contiguous(value)
         offset = self.size
-        self.buffers.append(memoryview(array.data).cast("B") if array.size else b"")
-        padding = -array.nbytes % _ALIGNMENT
+        size = array.nbytes
+        if size:
+            self.buffers.append(array)
+        padding = -size % _ALIGNMENT
         if padding:
-            self.buffers.append(bytes(padding))
-        self.size += array.nbytes + padding
+            self.buffers.append(_PADDING[padding])
+        self.size += size + padding
         if code is None:
             code = _dtype_code(value.dtype)
         if array.ndim == 1:
@@ -408,8 +417,10 @@ def _with_prompts(content: _Head) -> Group:
             continue
         if not 0 <= source < index or prompts[source] != source:
             raise InvalidGroup(f"sample {index} has its prompt from sample {source}, which has none of its own")
-        for name in _PROMPT_FIELDS:
-            setattr(samples[index], name, getattr(samples[source], name))
+        sample, prompt = samples[index], samples[source]
+        sample.message, sample.prompt_ids, sample.mm_info = prompt.message, prompt.prompt_ids, prompt.mm_info
+        sample.reward_model, sample.data_source = prompt.reward_model, prompt.data_source
+        sample.tools, sample.tool_choice = prompt.tools, prompt.tool_choice
     return tuple(samples)
 
 
