@@ -248,7 +248,7 @@ async def postgres_stores(directory: Path, rounds: int, verdict: Verdict) -> Non
             print(f"PostgreSQL: not measured, {module} is not installed\n", flush=True)
             return
     try:
-        import asyncpg  # type: ignore[import-untyped]
+        import asyncpg
 
         from forebay.storage.postgres import PostgresStorage
         from forebay.storage.postgres.rows import COLUMNS, record_values

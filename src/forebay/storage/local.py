@@ -27,10 +27,11 @@ from forebay.ledger import (
 )
 from forebay.policy import CHOICE_ROWS, checked_choice
 from forebay.query import Node, pins, predicate
-from forebay.record import NO_TAGS, Facts, Record, Row, number_rollouts
+from forebay.record import Record, Row, number_rollouts
 from forebay.rollout import Status, group_status
 from forebay.staleness import EXPIRABLE, Floors
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Reaped, Revision
+from forebay.storage.contents import new_record, revised_record
 from forebay.storage.local_base import LocalBase
 
 __all__ = ["LocalStorage", "claim_event"]
@@ -161,7 +162,7 @@ class LocalStorage(LocalBase):
             return last.record
         group = self._kept(content, task_name, row.record.group_id)
         record = replace(
-            _with_facts(row.record, content),
+            revised_record(row.record, content),
             timestamp_id=self._take_timestamp_id(),
             place=Place.BUFFERED,
             owner=None,
@@ -334,7 +335,7 @@ class LocalStorage(LocalBase):
                 account = self._account(record.task_name)
                 account.reset_tokens += max(0, record.tokens - revision.content.facts.tokens)
                 group = self._kept(revision.content, record.task_name, record.group_id)
-                self._table.replace(record, Row(_with_facts(record, revision.content), group))
+                self._table.replace(record, Row(revised_record(record, revision.content), group))
         await self._finish(tasks)
         return applied
 
@@ -427,30 +428,16 @@ class LocalStorage(LocalBase):
         attempt: int = 0,
     ) -> Row:
         group = self._kept(content, task_name, group_id)
-        now = self._clock()
-        facts = content.facts
-        record = Record(
+        record = new_record(
+            content,
             uid=self._next_uid,
             timestamp_id=self._take_timestamp_id(),
             task_name=task_name,
             group_id=group_id,
-            status=facts.status,
             place=place,
-            samples=facts.samples,
-            tokens=facts.tokens,
-            bytes=facts.bytes,
-            num_tries=facts.num_tries,
-            reward=facts.reward,
-            oldest_step=facts.oldest_step,
-            newest_step=facts.newest_step,
-            token_step=facts.token_step,
-            given_staleness=facts.given_staleness,
-            created_at=now,
-            moved_at=now,
-            priority=0.0 if content.priority is None else content.priority,
-            attempt=attempt,
+            now=self._clock(),
             owner=owner,
-            tags=NO_TAGS if content.tags is None else content.tags,
+            attempt=attempt,
         )
         self._next_uid += 1
         row = Row(record, group)
@@ -511,23 +498,3 @@ def claim_event(purpose: Purpose, status: Status) -> Event:
     if purpose is Purpose.LEASE:
         return Event.LEASED
     return Event.REDRAWN if purpose is Purpose.DRAW else take_event(status)
-
-
-def _with_facts(record: Record, content: Content) -> Record:
-    facts: Facts = content.facts
-    return replace(
-        record,
-        status=facts.status,
-        samples=facts.samples,
-        tokens=facts.tokens,
-        bytes=facts.bytes,
-        num_tries=facts.num_tries,
-        reward=facts.reward,
-        oldest_step=facts.oldest_step,
-        newest_step=facts.newest_step,
-        token_step=facts.token_step,
-        given_staleness=facts.given_staleness,
-        revision=record.revision + 1,
-        tags=record.tags if content.tags is None else content.tags,
-        priority=record.priority if content.priority is None else content.priority,
-    )

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 from forebay.codec import encode_group
 from forebay.errors import CursorMoved, DuplicateGroup, LostLease, NoRoom
 from forebay.ledger import End, Event, Place, arrival_event, check_move
-from forebay.record import NO_TAGS, Record, identify
+from forebay.record import Record, identify
 from forebay.storage.base import Arrival, Content, Settings
+from forebay.storage.contents import new_record
 from forebay.storage.postgres.connections import Step
 from forebay.storage.postgres.leaving import end_records
 from forebay.storage.postgres.rows import COLUMNS, RECORD_OF_G, content_arrays, read_record, to_text
@@ -259,37 +260,24 @@ def _new_records(
 ) -> list[Record]:
     stored = {row["group_id"]: row for row in rows}
     return [
-        new_record(stored[group_id], task_name, group_id, content, place, owner, attempt)
+        _new_record(stored[group_id], task_name, group_id, content, place, owner, attempt)
         for group_id, content in zip(group_ids, contents, strict=True)
     ]
 
 
-def new_record(
+def _new_record(
     stored: Any, task_name: str, group_id: int, content: Content, place: Place, owner: str | None, attempt: int
 ) -> Record:
-    facts = content.facts
-    return Record(
+    return new_record(
+        content,
         uid=stored["uid"],
         timestamp_id=stored["timestamp_id"],
         task_name=task_name,
         group_id=group_id,
-        status=facts.status,
         place=place,
-        samples=facts.samples,
-        tokens=facts.tokens,
-        bytes=facts.bytes,
-        num_tries=facts.num_tries,
-        reward=facts.reward,
-        oldest_step=facts.oldest_step,
-        newest_step=facts.newest_step,
-        token_step=facts.token_step,
-        given_staleness=facts.given_staleness,
-        created_at=stored["created_at"],
-        moved_at=stored["created_at"],
-        priority=0.0 if content.priority is None else content.priority,
-        attempt=attempt,
+        now=stored["created_at"],
         owner=owner,
-        tags=NO_TAGS if content.tags is None else content.tags,
+        attempt=attempt,
     )
 
 
@@ -305,7 +293,7 @@ async def put_new(
         check_move(arrival_event(None, content.facts.status, stale=False), None)
     stub = {"uid": 0, "timestamp_id": 0, "created_at": 0.0}
     for group_id, content in zip(group_ids, contents, strict=True):
-        tally.enter(new_record(stub, task_name, group_id, content, Place.BUFFERED, None, 0))
+        tally.enter(_new_record(stub, task_name, group_id, content, Place.BUFFERED, None, 0))
     tally.add(task_name, "issued", len(contents))
     arguments = _insert_arguments(task_name, group_ids, contents, Place.BUFFERED, None, 0)
     made = frames.pick(range(len(contents)))
@@ -362,7 +350,7 @@ async def put(
             f"SELECT nextval('uids') AS uid, nextval('arrivals') AS timestamp_id, {_NOW} AS created_at"
         )
         arrival = arrivals[index]
-        records[index] = new_record(
+        records[index] = _new_record(
             numbers, arrival.task_name, group_ids[index], arrival.content, Place.BUFFERED, None, 0
         )
     return [records[index] for index in range(len(arrivals))]
