@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from forebay.buffer import ReplayBuffer
 from forebay.errors import BufferClosed, DuplicateGroup, InvalidInput, LostLease, WaitTimeout
 from forebay.lease import Lease
+from forebay.ledger import Place
 from forebay.policy import ReplayPolicy, StalenessReplayPolicy
 from forebay.rollout import RolloutState, Status
 from forebay.storage.base import Storage
@@ -53,6 +54,7 @@ class ModelGroup:
         self.arrival = 0
         self.attempt = 0
         self.train_step = 0
+        self.created = 0
 
     @property
     def identity(self) -> tuple[str, int]:
@@ -82,6 +84,26 @@ class Model:
         self.thresholds: dict[str, tuple[int | None, int | None]] = {}
         self.retryable = dict.fromkeys(TASKS, True)
         self.watermark: dict[str, int] = {}
+        self.created = 0
+        self.saved_step: int | None = None  # of the checkpoint that the store can be rewound to
+        self.archive: list[ModelGroup] = []  # acknowledged, and unknown to the saved weights
+
+    def add(self, group: ModelGroup) -> None:
+        self.created += 1
+        group.created = self.created
+        self.groups.append(group)
+
+    def come_back(self, model_step: int) -> list[ModelGroup]:
+        """The weights go back: what only the lost ones were trained on is buffered again."""
+        lost = [group for group in self.archive if group.train_step > model_step]
+        for group in lost:
+            group.place = "buffered"
+            self.groups.append(group)
+            self.ended[group.task, "trained"] -= 1
+        self.archive.clear()
+        for task, step in self.watermark.items():
+            self.watermark[task] = min(step, model_step + 1)
+        return lost
 
     def find(self, identity: tuple[str, int]) -> ModelGroup | None:
         return next((group for group in self.groups if group.identity == identity), None)
@@ -177,6 +199,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.lost_attempts: list[tuple[str, int, int]] = []
         self.trained: set[tuple[str, int]] = set()
         self.next_hand_id = 1_000
+        self.directory = tempfile.TemporaryDirectory()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(asyncio.wait_for(work, 30))
@@ -187,6 +210,7 @@ class BufferMachine(RuleBasedStateMachine):
                 self.run(self.buffer.close())
         finally:
             self.loop.close()
+            self.directory.cleanup()
 
     @initialize(
         thresholds=st.fixed_dictionaries(
@@ -224,7 +248,7 @@ class BufferMachine(RuleBasedStateMachine):
             drawn = ModelGroup(task, cursor + i, [Member(Status.INIT, []) for _ in range(2)], "in_flight")
             drawn.attempt = 1
             self.model.arrive(drawn, "in_flight")
-            self.model.groups.append(drawn)
+            self.model.add(drawn)
         self.model.cursor[task] += n
         self.model.issued[task] += n
 
@@ -275,7 +299,7 @@ class BufferMachine(RuleBasedStateMachine):
         step = self.train_step if judged else None
         put = self.buffer.put(self.samples(group), task, current_train_step=step, timeout_s=0)
         # What is stale on arrival never takes a place.
-        self.model.groups.append(group)
+        self.model.add(group)
         probe = ModelGroup(task, 0, [Member(status, list(steps)) for _ in range(2)], "probe")
         stays = not judged or (
             self.model.judge(probe, self.train_step)
@@ -403,6 +427,9 @@ class BufferMachine(RuleBasedStateMachine):
             else:
                 self.model.end(group, "trained")
                 self.train(group)
+                saved = self.model.saved_step
+                if self.storage.durable and saved is not None and group.train_step > saved:
+                    self.model.archive.append(group)
 
     def train(self, group: ModelGroup) -> None:
         if group.status is Status.COMPLETED:
@@ -459,11 +486,12 @@ class BufferMachine(RuleBasedStateMachine):
         self.run(old.close())
         if move:
             self.storage = self.run(self.moved())
+            self.forget_the_checkpoint()
         self.open()
         self.came_back()
 
     def came_back(self) -> None:
-        for group in sorted(self.model.at("in_flight"), key=lambda group: self.uid_order(group)):
+        for group in sorted(self.model.at("in_flight"), key=lambda group: group.created):
             self.lost_attempts.append((group.task, group.group_id, group.attempt))
             for member in group.members:
                 if member.status is not Status.COMPLETED:
@@ -484,6 +512,10 @@ class BufferMachine(RuleBasedStateMachine):
             self.storage = type(self).make_storage()
             self.open()
             assert self.run(self.buffer.resume(directory)) == model_step
+        if model_step is not None:
+            for group in self.model.come_back(model_step):
+                self.trained.discard(group.identity)
+        self.forget_the_checkpoint()
         for group in list(self.model.groups):
             if group.place == "leased" and model_step is not None and group.train_step <= model_step:
                 self.model.end(group, "trained")
@@ -496,18 +528,35 @@ class BufferMachine(RuleBasedStateMachine):
             group.place = "buffered"
         self.lost_leases += [lease for lease in self.leases if lease.groups]
         self.leases.clear()
-        if model_step is not None:
-            for task, step in self.model.watermark.items():
-                self.model.watermark[task] = min(step, model_step + 1)
+
+    def forget_the_checkpoint(self) -> None:
+        """It was of another store than the one that is used now."""
+        self.model.saved_step = None
+        self.model.archive.clear()
+
+    @precondition(lambda self: self.storage.durable)
+    @rule(lag=st.integers(0, 2))
+    def save(self, lag: int) -> None:
+        model_step = max(0, self.train_step - lag)
+        self.run(self.buffer.save(self.directory.name, model_step=model_step))
+        self.model.saved_step = model_step
+        self.model.archive = [group for group in self.model.archive if group.train_step > model_step]
+
+    @precondition(lambda self: self.model.saved_step is not None)
+    @rule()
+    def rewind(self) -> None:
+        """The weights are lost, those of the checkpoint are taken up, and the same store goes back to them."""
+        saved = self.model.saved_step
+        assert saved is not None
+        assert self.run(self.buffer.resume(self.directory.name)) == saved
+        for group in self.model.come_back(saved):
+            self.trained.discard(group.identity)
 
     @rule()
     def lose_everything_held(self) -> None:
         """The storage takes this buffer for dead; the buffer itself lives on, and does not know."""
         self.run(self.storage.release(self.buffer.owner))
         self.came_back()
-
-    def uid_order(self, group: ModelGroup) -> int:
-        return self.model.groups.index(group)
 
     async def moved(self) -> Storage:
         storage = type(self).make_storage()
@@ -538,7 +587,8 @@ class BufferMachine(RuleBasedStateMachine):
             assert line == self.model.ledger(task)
             assert line["issued"] == sum(line.values()) - line["issued"], "G1: the ledger is open"
         records = self.run(self.buffer.query({}))
-        found = {(r.task_name, r.group_id): (str(r.place), r.status, r.tokens) for r in records}
+        live = [record for record in records if record.place is not Place.ARCHIVED]
+        found = {(r.task_name, r.group_id): (str(r.place), r.status, r.tokens) for r in live}
         tokens = {g.identity: sum(len(m.steps) for m in g.members) for g in self.model.groups}
         expected = {g.identity: (g.place, g.status, tokens[g.identity]) for g in self.model.groups}
         assert found == expected
