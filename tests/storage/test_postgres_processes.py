@@ -243,13 +243,16 @@ def test_a_zombie_can_neither_put_nor_acknowledge() -> None:
         zombie.process.wait()
 
 
-def test_g07_what_was_acknowledged_survives_a_crash_of_the_server(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.mark.parametrize("crashes", [2, pytest.param(50, marks=pytest.mark.slow)])
+def test_g07_what_was_acknowledged_survives_crashes_of_the_server(
+    tmp_path_factory: pytest.TempPathFactory, crashes: int
+) -> None:
     server = Server(tmp_path_factory.mktemp("crashing"))
     children = []
     try:
         children = [Child("store", "crash", seed, server.dsn) for seed in range(2)]
-        for crash in range(2):
-            time.sleep(1.5 + 0.3 * crash)
+        for crash in range(crashes):
+            time.sleep(1.5 + 0.3 * (crash % 3))
             server.stop("immediate")
             time.sleep(0.2)
             server.start()
@@ -266,7 +269,8 @@ def test_g07_what_was_acknowledged_survives_a_crash_of_the_server(tmp_path_facto
                 assert len(acknowledged) > 50
                 assert acknowledged <= found
                 assert any("away" in report for report in reports)
-                assert len(found) - len(acknowledged) <= 6, "at most one put of each child was under way at each crash"
+                unknown = len(found) - len(acknowledged)
+                assert unknown <= 2 * (crashes + 1), "at most one put of each child was under way at each crash"
                 assert not await storage.verify()
 
         asyncio.run(check())
