@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import uuid
-from collections.abc import Collection, Mapping, Sequence, Sized
-from contextlib import suppress
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import report
 from forebay.ageing import Ageing
@@ -28,18 +26,22 @@ from forebay.arguments import (
     checked_wants,
 )
 from forebay.checks import check_group, whole_number
-from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, LostLease
+from forebay.errors import InvalidConfig, InvalidInput
 from forebay.intake import admit, content_of
 from forebay.lease import Lease, LeaseRequest
-from forebay.ledger import Event, LedgerLine, Place
+from forebay.ledger import LedgerLine, Place
+from forebay.outlet import Outlet, asked
 from forebay.policy import FIFOReplayPolicy, ReplayPolicy
 from forebay.query import And, Compare, Node, parse, resolve_staleness
 from forebay.record import Record, Row, Tags, check_tags, present
 from forebay.rollout import RolloutState, Status
 from forebay.session import Session
-from forebay.staleness import EXPIRABLE, Limits, apply_token_mask, check_step, sample_staleness
-from forebay.storage.base import Arrival, Claim, Claimed, Purpose, Settings, Storage
+from forebay.staleness import EXPIRABLE, Limits, check_step
+from forebay.storage.base import Arrival, Claimed, Settings, Storage
 from forebay.storage.memory import MemoryStorage
+
+if TYPE_CHECKING:
+    from forebay.checkpoint import Manifest
 
 __all__ = ["ReplayBuffer"]
 
@@ -48,8 +50,6 @@ T = TypeVar("T")
 
 _SLICE_GROUPS = 64
 """Groups that are checked, expired or copied before the event loop gets its turn: a few milliseconds."""
-
-_SHARED_LEASE_S = 60.0
 
 
 class ReplayBuffer:
@@ -92,6 +92,7 @@ class ReplayBuffer:
         )
         self._ageing = Ageing(self.storage)
         self._session = Session(self.storage, settings, lease_s, self._ageing.recall)
+        self._outlet = Outlet(self._session, self._ageing)
 
     @property
     def owner(self) -> str:
@@ -263,15 +264,53 @@ class ReplayBuffer:
     ) -> Groups:
         """For samplers: up to n groups to be generated again, an earlier status first, then by group_id."""
         await self._session.ready()
-        wants = checked_wants({task_name: n})
         chosen = checked_statuses(statuses)
         for status in chosen:
             if status not in (Status.INIT, Status.EXPIRED, Status.ABORTED):
                 raise InvalidInput(f"{status} groups cannot be drawn again; expected init, expired or aborted")
-        await self._prepare_claim(wants)
-        claimed = await self.storage.claim(Claim(wants=wants, statuses=chosen, purpose=Purpose.DRAW, owner=self.owner))
-        assert claimed is not None
-        return [present(row) for row in claimed[task_name]]
+        return await self._outlet.draw(n, checked_task(task_name), chosen)
+
+    # --- for producers --------------------------------------------------------------------------------
+
+    async def room(self) -> int | None:
+        """How many more groups fit just now; None without a limit in groups."""
+        await self._session.ready()
+        limit = self.max_groups
+        return None if limit is None else max(0, limit - (await self.storage.usage()).groups)
+
+    @property
+    def max_groups(self) -> int | None:
+        """How many groups it holds at most, in flight, buffered and leased together."""
+        return self._session.settings.max_groups
+
+    @property
+    def bounded_bytes(self) -> bool:
+        """Whether there is a limit in bytes: then it depends on a group's size whether it fits."""
+        return self._session.settings.max_bytes is not None
+
+    async def until(
+        self,
+        attempt: Callable[[], Awaitable[T | None]],
+        what: str,
+        tasks: Collection[str],
+        *,
+        timeout_s: float | None = None,
+    ) -> T:
+        """Repeat an attempt after every change of the storage, until it returns something; `explain_wait` lists it."""
+        return await self._session.until(attempt, what, tasks, timeout_s)
+
+    async def produced(self, task_name: str) -> int:
+        """Groups of a task that count towards its target: buffered COMPLETED (and fresh), leased, trained."""
+        await self._session.ready()
+        line = (await self.storage.ledger()).get(task_name)
+        if line is None:
+            return 0
+        completed = (await self.storage.available((task_name,), Status.COMPLETED))[task_name]
+        return completed + line["leased"] + line["trained"]
+
+    def nudge(self) -> None:
+        """Let every wait look again: something that it depends on changed outside the storage."""
+        self._session.nudge()
 
     # --- out ------------------------------------------------------------------------------------------
 
@@ -285,14 +324,7 @@ class ReplayBuffer:
     ) -> tuple[dict[str, Groups], dict[str, int]]:
         """Groups of several tasks in one step, taken for good, and how many of each. Never waits."""
         await self._session.ready()
-        status = checked_status(group_status)
-        wants = checked_wants(wants)
-        await self._prepare_claim(wants)
-        claimed = await self.storage.claim(
-            Claim(wants=wants, statuses=(status,), purpose=Purpose.TAKE, owner=self.owner)
-        )
-        assert claimed is not None
-        groups = await self._hand_out(claimed, None)
+        groups = await self._outlet.take(wants, checked_status(group_status))
         return groups, {task_name: len(taken) for task_name, taken in groups.items()}
 
     def lease_batch(
@@ -309,53 +341,30 @@ class ReplayBuffer:
         """
         return LeaseRequest(lambda: self._lease(wants, train_step, group_status, timeout_s))
 
+    async def try_lease(self, wants: Mapping[str, int], *, train_step: int) -> Lease | None:
+        """A full batch of COMPLETED groups if it is there, else None; never waits. For managers."""
+        await self._session.ready()
+        attempt, grant = await self.lease_attempt(wants, train_step=train_step)
+        claimed = await attempt()
+        return None if claimed is None else await grant(claimed)
+
     async def _lease(
         self, wants: Mapping[str, int], train_step: int, group_status: Status, timeout_s: float | None
     ) -> Lease:
-        await self._session.ready()
-        wants = checked_wants(wants)
         status = checked_status(group_status)
-        whole_number("train_step", train_step, least=1)
-        self._refuse_more_than_fits(wants)
-        limits = {task_name: self._ageing.limits(task_name) for task_name in _asked(wants)}
-        claim = Claim(
-            wants=wants,
-            statuses=(status,),
-            purpose=Purpose.LEASE,
-            owner=self.owner,
-            whole=True,
-            floors={task_name: limit.floors(train_step) for task_name, limit in limits.items()},
-            lease_id=uuid.uuid4().hex,
-            train_step=train_step,
-        )
-        assert claim.lease_id is not None
-        await self._ageing.advance(train_step, limits)
-
-        async def attempt() -> Claimed | None:
-            await self._prepare_claim(wants)
-            return await self.storage.claim(claim)
-
+        attempt, grant = await self.lease_attempt(wants, train_step=train_step, group_status=status)
+        wants = checked_wants(wants)
         claimed = await self._session.until(
-            attempt, f"{batch_name(wants, status)} for train step {train_step}", _asked(wants), timeout_s
+            attempt, f"{batch_name(wants, status)} for train step {train_step}", asked(wants), timeout_s
         )
-        uids = {(task_name, row.record.group_id): row.record.uid for task_name, rows in claimed.items() for row in rows}
-        try:
-            groups = await self._hand_out(claimed, train_step)
-        except BaseException:
-            with suppress(LostLease, BufferClosed):  # then it is back already
-                await self._settle(claim.lease_id, list(uids.values()), Event.NACKED, None)
-            raise
-        return Lease(claim.lease_id, train_step, groups, uids, self._settle)
+        return await grant(claimed)
 
-    async def _settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
+    async def lease_attempt(
+        self, wants: Mapping[str, int], *, train_step: int, group_status: Status = Status.COMPLETED
+    ) -> tuple[Callable[[], Awaitable[Claimed | None]], Callable[[Claimed], Awaitable[Lease]]]:
+        """How to try to claim a batch, for `until`, and how to make a lease of what was claimed. For managers."""
         await self._session.ready()
-        await self.storage.settle(lease_id, uids, event, reason)
-
-    async def _prepare_claim(self, wants: Mapping[str, int]) -> None:
-        """What is too old expires, and what a dead holder had comes back, before anything is claimed."""
-        await self._session.reap()
-        await self._ageing.expire(_asked(wants))
-        self._session.check_open()
+        return await self._outlet.lease_attempt(wants, train_step, checked_status(group_status))
 
     async def wait_ready(
         self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED, timeout_s: float | None = None
@@ -364,12 +373,12 @@ class ReplayBuffer:
         await self._session.ready()
         status = checked_status(group_status)
         wants = checked_wants(wants)
-        self._refuse_more_than_fits(wants)
+        self._outlet.refuse_more_than_fits(wants)
 
         async def attempt() -> bool | None:
             return await self._is_ready(wants, status) or None
 
-        await self._session.until(attempt, batch_name(wants, status), _asked(wants), timeout_s)
+        await self._session.until(attempt, batch_name(wants, status), asked(wants), timeout_s)
 
     async def is_ready(self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED) -> bool:
         """Whether every task has as many groups as asked; tasks asked for 0 or less do not count."""
@@ -380,39 +389,6 @@ class ReplayBuffer:
         await self._session.reap()
         available = await self.storage.available(wants, status)
         return all(available[task_name] >= n for task_name, n in wants.items())
-
-    async def _hand_out(self, claimed: Claimed, train_step: int | None) -> dict[str, Groups]:
-        """Copies of what was claimed, token masks applied to what will be trained on."""
-        handed: dict[str, Groups] = {}
-        copied = 0
-        for task_name, rows in claimed.items():
-            threshold = self._ageing.limits(task_name).token_stale_threshold
-            step = self._ageing.step_of(task_name) if train_step is None else train_step
-            groups: Groups = []
-            for row in rows:
-                copied += 1
-                if copied % _SLICE_GROUPS == 0 and train_step is not None:
-                    await asyncio.sleep(0)
-                # What was taken for good is ours alone; everything else stays in the storage, and is copied.
-                group = list(row.group) if row.record.place is Place.BUFFERED else present(row)
-                if row.record.status is Status.COMPLETED:
-                    if train_step is not None:
-                        for state in group:
-                            state.seq_staleness = sample_staleness(state, train_step)
-                    if threshold is not None and step is not None:
-                        for state in group:
-                            apply_token_mask(state, step, threshold)
-                groups.append(group)
-            handed[task_name] = groups
-        return handed
-
-    def _refuse_more_than_fits(self, wants: Mapping[str, int]) -> None:
-        wanted, limit = sum(wants.values()), self._session.settings.max_groups
-        if limit is not None and wanted > limit:
-            raise InvalidConfig(
-                f"waiting for {wanted} groups in a buffer of max_groups={limit} would never end; raise max_groups or "
-                "ask for less"
-            )
 
     async def explain_wait(self) -> str:
         """What is being waited for, what there is of it, and who holds the rest."""
@@ -536,17 +512,37 @@ class ReplayBuffer:
 
     # --- checkpoints ----------------------------------------------------------------------------------
 
-    async def save(self, path: str | os.PathLike[str], *, model_step: int | None = None) -> None:
+    async def save(
+        self, path: str | os.PathLike[str], *, model_step: int | None = None, no_save_replay_buffer: bool = False
+    ) -> None:
         """Write a checkpoint of everything, at any moment, while everything goes on.
 
         `model_step` says which weights it goes with: leases for steps up to it are saved as trained. The checkpoint
-        that was at the path stays until the new one is complete.
+        that was at the path stays until the new one is complete. `no_save_replay_buffer`: prompts only, which are
+        generated anew after `resume`.
         """
+        await self.save_with(path, model_step=model_step, prompts_only=no_save_replay_buffer, extra=dict)
+
+    async def save_with(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model_step: int | None,
+        prompts_only: bool,
+        extra: Callable[[], dict[str, Any]],
+    ) -> None:
+        """As `save`, with more in the manifest: `extra()` is asked in the moment of the snapshot. For managers."""
         await self._session.ready()
         check_step("model_step", model_step, least=0)
         from forebay.saving import save_storage  # imported here: it would double the time of `import forebay`
 
-        await save_storage(self.storage, path, model_step=model_step, extra={"limits": self._ageing.state()})
+        await save_storage(
+            self.storage,
+            path,
+            model_step=model_step,
+            prompts_only=prompts_only,
+            extra=lambda: {**extra(), "limits": self._ageing.state()},
+        )
 
     async def resume(self, path: str | os.PathLike[str]) -> int | None:
         """Take up a checkpoint, under any policy and in any storage; returns its model step.
@@ -554,14 +550,14 @@ class ReplayBuffer:
         Into another storage than it was made from: that must be empty. Into the same durable store: what was
         acknowledged for steps after the model step is handed out again.
         """
+        return (await self.resume_with(path)).model_step
+
+    async def resume_with(self, path: str | os.PathLike[str]) -> Manifest:
+        """As `resume`; the whole manifest. For managers."""
         await self._session.ready()
         from forebay.saving import resume_storage
 
         manifest = await resume_storage(self.storage, path)
         self._ageing.load_state(manifest.extra.get("limits", {}))
         await self._ageing.recall()
-        return manifest.model_step
-
-
-def _asked(wants: Mapping[str, int]) -> list[str]:
-    return [task_name for task_name, n in wants.items() if n > 0]
+        return manifest

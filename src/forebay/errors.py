@@ -6,6 +6,8 @@
     │   │   └── DuplicateGroup         a group of this identity is already there
     │   ├── InvalidQuery               a query that names no field, no operator, or a wrong operand
     │   ├── InvalidConfig              settings that contradict each other, or that must deadlock
+    │   ├── InvalidDataset             a data set that is empty, changed, or that cannot be drawn from
+    │   │   └── InvalidRecord          a record of a data set that makes no prompt; has its index
     │   └── UnsupportedPayload         a value inside a sample that cannot be stored as plain data
     ├── CheckpointError                a file operation of a checkpoint failed; the earlier one is as it was
     ├── DamagedData                    bytes that are not what they claim to be
@@ -13,6 +15,11 @@
     ├── StorageError                   the storage could not do it: disk full, I/O error, server gone
     │   ├── StorageInUse               another process has it open for writing
     │   └── StorageUnavailable         the server cannot be reached, or went away
+    ├── EngineError                    an inference server answered wrongly, or not at all
+    ├── ProduceError                   producing cannot go on; carries the last cause
+    │   ├── TooManyFailures            so many groups in a row failed, without one success
+    │   ├── TooManyRejections          so many groups in a row were filtered, without one success
+    │   └── ProducerStopped            nobody produces what is waited for
     ├── PolicyError                    a policy of the user's own chose what it was not offered
     ├── WaitTimeout (TimeoutError)     a wait ran out of time; carries what it was waiting for
     ├── NoRoom                         the capacity is used up just now (a wait for room handles it)
@@ -32,17 +39,24 @@ __all__ = [
     "CursorMoved",
     "DamagedData",
     "DuplicateGroup",
+    "EngineError",
     "ForebayError",
     "InvalidConfig",
+    "InvalidDataset",
     "InvalidGroup",
     "InvalidInput",
     "InvalidQuery",
+    "InvalidRecord",
     "LostLease",
     "NoRoom",
     "PolicyError",
+    "ProduceError",
+    "ProducerStopped",
     "StorageError",
     "StorageInUse",
     "StorageUnavailable",
+    "TooManyFailures",
+    "TooManyRejections",
     "UnreadableData",
     "UnsupportedPayload",
     "WaitTimeout",
@@ -74,6 +88,18 @@ class InvalidConfig(InvalidInput):
     """Settings that contradict each other, or under which a wait could never end."""
 
 
+class InvalidDataset(InvalidInput):
+    """A data set that is empty, has changed, or cannot be drawn from."""
+
+
+class InvalidRecord(InvalidDataset):
+    """A record of a data set makes no prompt. `index` says which one."""
+
+    def __init__(self, index: int, problem: str) -> None:
+        super().__init__(f"record {index} of the data set {problem}")
+        self.index = index
+
+
 class UnsupportedPayload(InvalidInput):
     """A value inside a sample is not plain data; the message has its path."""
 
@@ -103,6 +129,26 @@ class StorageInUse(StorageError):
 
 class StorageUnavailable(StorageError):
     """The database server cannot be reached, or went away. Try again when it is back."""
+
+
+class EngineError(ForebayError):
+    """An inference server answered with an error, with something that is no answer, or not at all."""
+
+
+class ProduceError(ForebayError):
+    """Producing cannot go on. Nothing was lost: what was in flight is back in the buffer."""
+
+
+class TooManyFailures(ProduceError):
+    """So many groups in a row failed, without one success, that the run would go on failing."""
+
+
+class TooManyRejections(ProduceError):
+    """So many groups in a row were filtered, without one success, that the batch would never fill."""
+
+
+class ProducerStopped(ProduceError):
+    """The batch is not there, and nobody is producing it: the producer failed, ended, or was never started."""
 
 
 class PolicyError(ForebayError):

@@ -15,12 +15,13 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from types import TracebackType
 
 from forebay.arguments import checked_reason
+from forebay.checks import whole_number
 from forebay.errors import BufferClosed, InvalidInput, LostLease
 from forebay.ledger import Event
-from forebay.rollout import RolloutState
+from forebay.rollout import RolloutState, group_tokens
 from forebay.threads import see_through
 
-__all__ = ["Lease", "LeaseRequest"]
+__all__ = ["Lease", "LeaseRequest", "shard"]
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class Lease:
         uids: dict[tuple[str, int], int],
         settle: Settle,
     ) -> None:
+        """`on_ack(began)` is called with True before it is acknowledged, and with False when that failed."""
+        self.on_ack: Callable[[bool], None] | None = None
         self.id = lease_id
         self.train_step = train_step
         self.groups_by_task = groups_by_task
@@ -75,8 +78,20 @@ class Lease:
             return
         if self._settled is not None:
             raise LostLease(f"{self!r}: it was settled already, and cannot be {event.name.lower()} now")
-        await self._settle(self.id, list(self._uids.values()), event, None)
+        watched = self.on_ack if event is Event.ACKED else None
+        if watched is not None:
+            watched(True)
+        try:
+            await self._settle(self.id, list(self._uids.values()), event, None)
+        except BaseException:
+            if watched is not None:
+                watched(False)
+            raise
         self._settled = event
+
+    def shard(self, rank: int, world_size: int) -> list[list[RolloutState]]:
+        """Whole groups for one trainer rank; see `shard`."""
+        return shard(self.groups, rank, world_size)
 
     async def reject(self, groups: Sequence[Sequence[RolloutState]], reason: str) -> None:
         """These groups are of no use: they leave as discarded, for this reason; the others stay leased."""
@@ -112,6 +127,32 @@ class Lease:
             log.warning("lease_lost lease=%s %s", self.id, failure)
         if cancelled is not None:
             raise cancelled
+
+
+def shard(groups: Sequence[list[RolloutState]], rank: int, world_size: int) -> list[list[RolloutState]]:
+    """The groups of one rank out of `world_size`: every group on one rank, numbers equal to one, balanced by tokens.
+
+    Largest first, each to the rank that has the fewest tokens and still a place; every rank computes the same. The
+    order within a rank is that of the batch.
+    """
+    whole_number("world_size", world_size, least=1)
+    if whole_number("rank", rank, least=0) >= world_size:
+        raise InvalidInput(f"rank is {rank} of world_size {world_size}; expected 0 to {world_size - 1}")
+    places = [len(groups) // world_size + (index < len(groups) % world_size) for index in range(world_size)]
+    loads = [0] * world_size
+    chosen: list[int] = []
+    sizes = [group_tokens(group) + sum(map(_prompt_tokens, group)) for group in groups]
+    for index in sorted(range(len(groups)), key=lambda index: (-sizes[index], index)):
+        taker = min((r for r in range(world_size) if places[r]), key=lambda r: (loads[r], r))
+        places[taker] -= 1
+        loads[taker] += sizes[index]
+        if taker == rank:
+            chosen.append(index)
+    return [groups[index] for index in sorted(chosen)]
+
+
+def _prompt_tokens(state: RolloutState) -> int:
+    return 0 if state.prompt_ids is None else len(state.prompt_ids)
 
 
 class LeaseRequest:

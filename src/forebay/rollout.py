@@ -21,6 +21,7 @@ from numpy import floating, integer, ndarray
 from forebay.errors import InvalidGroup
 
 __all__ = [
+    "PROMPT_FIELDS",
     "Group",
     "RolloutState",
     "SampleParams",
@@ -303,7 +304,7 @@ def group_bytes(group: Sequence[RolloutState]) -> int:
         if state.extra_fields:
             size += _value_bytes(state.extra_fields)
         if state is first:
-            prompt = [getattr(state, name) for name in _PROMPT_FIELDS]
+            prompt = [getattr(state, name) for name in PROMPT_FIELDS]
             size += sum([_value_bytes(value) for value in prompt if value is not None])
         elif not (
             state.message is first.message
@@ -314,7 +315,7 @@ def group_bytes(group: Sequence[RolloutState]) -> int:
             and state.tools is first.tools
             and state.tool_choice is first.tool_choice
         ):
-            for name in _PROMPT_FIELDS:
+            for name in PROMPT_FIELDS:
                 value = getattr(state, name)
                 counted = [getattr(other, name) for other in group[:index]]
                 if not any(value is other for other in counted):
@@ -322,7 +323,7 @@ def group_bytes(group: Sequence[RolloutState]) -> int:
     return size
 
 
-_PROMPT_FIELDS = ("message", "prompt_ids", "mm_info", "reward_model", "data_source", "tools", "tool_choice")
+PROMPT_FIELDS = ("message", "prompt_ids", "mm_info", "reward_model", "data_source", "tools", "tool_choice")
 _SCORE_BYTES = len("score") + 8
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from os import PathLike
 from typing import Any
@@ -27,11 +27,11 @@ from forebay.errors import DamagedData, InvalidInput
 from forebay.files import FileOps
 from forebay.ledger import Account, End, Place, rewound_watermark
 from forebay.record import Record, Row, describe
-from forebay.rollout import Group, Status, group_status
+from forebay.rollout import Group, RolloutState, Status, group_status, reset_response
 from forebay.storage.base import Storage
 from forebay.threads import in_thread, see_through
 
-__all__ = ["as_saved", "resume_storage", "save_storage"]
+__all__ = ["as_saved", "prompts_of", "resume_storage", "save_storage"]
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +61,21 @@ def as_saved(row: Row, model_step: int | None) -> tuple[Record | None, int]:
     return record, 0
 
 
+def prompts_of(group: Group) -> Group:
+    """The prompts of a group, one per rollout, as they were issued; tries that were spent stay spent."""
+    issued: dict[object, RolloutState] = {}
+    for index, state in enumerate(group):
+        rollout: object = index if state.rollout_id is None else ("rollout", state.rollout_id)
+        if rollout not in issued or state.segment < issued[rollout].segment:
+            issued[rollout] = state
+    prompts = []
+    for state in issued.values():
+        prompt = reset_response(state)
+        prompt.status = Status.INIT
+        prompts.append(prompt)
+    return tuple(prompts)
+
+
 # --- save ---------------------------------------------------------------------------------------------
 
 
@@ -69,14 +84,19 @@ async def save_storage(
     directory: str | PathLike[str],
     *,
     model_step: int | None,
-    extra: Mapping[str, Any],
+    extra: Callable[[], Mapping[str, Any]] = dict,
+    prompts_only: bool = False,
     files: FileOps | None = None,
 ) -> Manifest:
-    """Write a checkpoint; the one that was there stays until the new one is complete."""
+    """Write a checkpoint; the one that was there stays until the new one is complete.
+
+    `extra` is asked for right after the snapshot, so that it tells of the same moment. `prompts_only`: no responses.
+    """
     writer = await in_thread(lambda: CheckpointWriter(directory, files), undo=CheckpointWriter.abort)
     chunks = _Chunks(writer)
     try:
         snapshot = await storage.snapshot()
+        content = dict(extra())
         accounts = dict(snapshot.accounts)
         async with aclosing(snapshot.rows) as rows:
             async for row in rows:
@@ -84,7 +104,12 @@ async def save_storage(
                 if trained:
                     accounts[row.record.task_name].end(End.TRAINED, trained * row.record.tokens, None, groups=trained)
                 if record is not None:
-                    await chunks.add(encode_record(record), encode_group(row.group))
+                    group = row.group
+                    if prompts_only:
+                        group = prompts_of(group)
+                        record = replace(record, status=Status.INIT, tokens=0)
+                        accounts[record.task_name].reset_tokens += row.record.tokens
+                    await chunks.add(encode_record(record), encode_group(group))
         await chunks.finish()
         if model_step is not None:
             for account in accounts.values():
@@ -95,7 +120,8 @@ async def save_storage(
             accounts={task_name: encode_account(account) for task_name, account in accounts.items()},
             store_id=storage.store_id,
             model_step=model_step,
-            extra=dict(extra),
+            replay_buffer_saved=not prompts_only,
+            extra=content,
         )
         published = await in_thread(lambda: writer.publish(manifest))
     finally:

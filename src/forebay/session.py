@@ -115,6 +115,11 @@ class Session:
             await in_thread(heartbeat.stop)
         await self.storage.close(self.owner)
 
+    def nudge(self) -> None:
+        """Let every wait look again."""
+        if self._changes is not None:
+            self._changes.notify()
+
     async def reap(self) -> None:
         """Bring back what dead holders had, if the time of one of them can be up."""
         now = asyncio.get_running_loop().time()

@@ -15,9 +15,13 @@ from contextlib import contextmanager, suppress
 
 from forebay.errors import BufferClosed, InvalidInput
 
-__all__ = ["Changes", "Deadline", "Heartbeat", "Wait", "Waits"]
+__all__ = ["RESOLUTION_S", "Changes", "Deadline", "Heartbeat", "Wait", "Waits"]
 
 log = logging.getLogger(__name__)
+
+
+RESOLUTION_S = 1e-6
+"""Less than this is no time left: on a clock that only timers move, a wait of a rounding error would never end."""
 
 
 class Deadline:
@@ -31,7 +35,10 @@ class Deadline:
 
     def left_s(self) -> float | None:
         """Seconds left, 0 if it has passed, None if it never comes."""
-        return None if self._at is None else max(0.0, self._at - asyncio.get_running_loop().time())
+        if self._at is None:
+            return None
+        left_s = self._at - asyncio.get_running_loop().time()
+        return left_s if left_s > RESOLUTION_S else 0.0
 
 
 class Changes:
@@ -83,6 +90,8 @@ class Changes:
             finally:
                 self._waiters.discard(waiter)
                 waiter.cancel()
+        else:
+            await asyncio.sleep(0)  # whoever causes changes by looking at them must not keep the loop from others
         if self._closed:
             raise BufferClosed("the buffer was closed while this call was waiting; nothing was taken")
 

@@ -298,12 +298,15 @@ class LocalStorage(LocalBase):
         self._table.replace(record, Row(back, row.group))
 
     async def set_watermark(self, watermarks: Mapping[str, Watermark]) -> None:
+        moved = []
         for task_name, watermark in watermarks.items():
             account = self._account(task_name)
             if account.watermark is not None and account.watermark.train_step > watermark.train_step:
                 watermark = replace(watermark, train_step=account.watermark.train_step)
-            account.watermark = watermark
-        await self._finish(watermarks)
+            if account.watermark != watermark:
+                account.watermark = watermark
+                moved.append(task_name)
+        await self._finish(moved)
 
     async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
         floors = self._floors(task_name, None)
