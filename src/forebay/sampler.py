@@ -1,0 +1,415 @@
+"""Which prompt comes next: one that has to be generated again, or the next of the data set.
+
+Drawing is issuing: `SamplerWithReplayBuffer` writes what it draws into the buffer, in flight, together with the task's
+position, in one step. So nothing that was drawn can be skipped by a crash, a resume finds its place in the store, and
+several processes can draw from one. Group ids count the groups drawn for a task and never restart. What is handed out
+is the caller's own: its lists and dicts may be changed.
+
+`Sampler` alone is the same without a buffer, with a position of its own (`state_dict`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from forebay.buffer import ReplayBuffer
+from forebay.checks import whole_number
+from forebay.dataset import LoaderSource, Source, open_source
+from forebay.errors import (
+    BufferClosed,
+    CursorMoved,
+    ForebayError,
+    InvalidDataset,
+    InvalidInput,
+    InvalidRecord,
+    LostLease,
+    UnsupportedPayload,
+    WaitTimeout,
+)
+from forebay.prompts import Tokenize, ToRolloutState, build_prompt, independent
+from forebay.record import number_rollouts
+from forebay.rollout import RolloutState, Status
+from forebay.threads import in_thread, see_through
+
+__all__ = ["RETRYABLE", "Sampler", "SamplerWithReplayBuffer"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Groups: TypeAlias = list[list[RolloutState]]
+
+RETRYABLE = (Status.INIT, Status.EXPIRED, Status.ABORTED)
+"""What is drawn before the data set: prompts restored from a checkpoint, then what expired, then what was stopped."""
+
+_ISSUED_AT_ONCE = 64
+"""Prompts that are built before the event loop gets its turn."""
+
+_COPIED_AT_ONCE = 16
+"""Groups that get lists of their own before it gets another."""
+
+_MAX_BAD_IN_A_ROW = 1_000
+
+_BAD = "bad record: "
+
+
+class _Drawn(NamedTuple):
+    """Groups from the data set, the index of each record there, and the loader's state after them."""
+
+    groups: Groups
+    indexes: list[int]
+    state: bytes | None
+
+
+class _Turns:
+    """A lock for whatever event loop runs: a sampler may outlive one, as a buffer may."""
+
+    def __init__(self) -> None:
+        self._lock: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+
+    def __call__(self) -> asyncio.Lock:
+        loop = asyncio.get_running_loop()
+        if self._lock is None or self._lock[0] is not loop:
+            self._lock = (loop, asyncio.Lock())
+        return self._lock[1]
+
+
+class _Prompts:
+    """The prompts of a data set by number, built and checked; the part that both samplers share."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        prompt_repeat_k: int,
+        seed: int,
+        shuffle: bool,
+        to_rollout_state: ToRolloutState | None,
+        tokenize: Tokenize | None,
+        skip_bad_records: bool,
+    ) -> None:
+        self.source: Source = open_source(dataset, seed=seed, shuffle=shuffle)
+        self.repeat = whole_number("prompt_repeat_k", prompt_repeat_k, least=1)
+        self.skip_bad_records = skip_bad_records
+        self._to_rollout_state = to_rollout_state
+        self._tokenize = tokenize
+        # Functions of the user's own may take any time.
+        self._inline = self.source.inline and to_rollout_state is None and tokenize is None
+        self._reading = threading.Lock()
+
+    async def read(self, cursor: int, n: int, state: bytes | None) -> _Drawn:
+        """The groups from `cursor` on; `state` is the loader's state there. A loader is read one by one."""
+        if self._inline:
+            return self._read(cursor, n, state)
+        return await in_thread(lambda: self._read(cursor, n, state))
+
+    def _read(self, cursor: int, n: int, state: bytes | None) -> _Drawn:
+        with self._reading:  # samplers of several buffers may share a loader
+            self.source.restore(cursor, state)
+            indexes, groups = [], []
+            for number in range(cursor, cursor + n):
+                try:
+                    index, record = self.source.read(number)
+                    prompt = build_prompt(record, index, self._to_rollout_state, self._tokenize)
+                except InvalidRecord as error:
+                    index, prompt = error.index, self.failed(error)
+                indexes.append(index)
+                # Members share their prompt, which is stored once; whoever draws them gets lists of its own.
+                groups.append([prompt.__copy__() for _ in range(self.repeat)])
+            return _Drawn(groups, indexes, self.source.state())
+
+    def failed(self, error: InvalidRecord) -> RolloutState:
+        """What stands for a record that makes no prompt; the error itself, unless it is to be skipped."""
+        if not self.skip_bad_records:
+            raise error
+        log.warning("record_skipped index=%d error=%s", error.index, error)
+        return RolloutState(message=[], status=Status.FAILED, error_msg=f"{_BAD}{error}")
+
+
+def _is_bad(group: Sequence[RolloutState]) -> bool:
+    """Whether a group stands for a record that makes no prompt, whatever its status: a crash makes it ABORTED."""
+    return not group[0].message and (group[0].error_msg or "").startswith(_BAD)
+
+
+class Sampler:
+    """Draws prompts from a data set; nothing is kept of what was drawn but the position.
+
+    `dataset`: a list, a data set (`__len__`, `__getitem__`), a loader (`__iter__`, best with `state_dict`), or the path
+    of a JSONL file. `prompt_repeat_k` members per group. `to_rollout_state` maps a record of your own shape; `tokenize`
+    fills `prompt_ids`. A record that makes no prompt is an error, or, with `skip_bad_records`, a group that failed.
+    Give it to a strategy, and it draws through the strategy's buffer (`with_buffer`).
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        prompt_repeat_k: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        to_rollout_state: ToRolloutState | None = None,
+        tokenize: Tokenize | None = None,
+        skip_bad_records: bool = False,
+    ) -> None:
+        self._prompts = _Prompts(dataset, prompt_repeat_k, seed, shuffle, to_rollout_state, tokenize, skip_bad_records)
+        self._cursors: dict[str, int] = {}
+        self._state: bytes | None = None
+        self._turns = _Turns()
+
+    def __len__(self) -> int:
+        """Records of the data set."""
+        return len(self._prompts.source)
+
+    def with_buffer(self, replay_buffer: ReplayBuffer) -> SamplerWithReplayBuffer:
+        """The same prompts, drawn through a buffer."""
+        return SamplerWithReplayBuffer._of(self._prompts, replay_buffer)
+
+    async def sample(self, task_name: str) -> list[RolloutState]:
+        """The next group of a task."""
+        async with self._turns():
+            if isinstance(self._prompts.source, LoaderSource) and self._cursors.keys() - {task_name}:
+                raise InvalidInput(
+                    f"this loader serves task {next(iter(self._cursors))!r}, and cannot serve {task_name!r}, too; use "
+                    "a sampler per task"
+                )
+            for _ in range(_MAX_BAD_IN_A_ROW):
+                cursor = self._cursors.get(task_name, 0)
+                (group,), _, self._state = await self._prompts.read(cursor, 1, self._state)
+                self._cursors[task_name] = cursor + 1
+                if not _is_bad(group):
+                    break
+            else:
+                raise _nothing_but_bad(_MAX_BAD_IN_A_ROW, group)
+        for state in group:
+            state.task_name, state.group_id = task_name, cursor
+            independent(state)
+        number_rollouts(group, cursor)
+        return group
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where to go on, as plain data."""
+        return {"cursors": dict(self._cursors), "loader": self._state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another sampler of the same data set, seed and order stood."""
+        cursors = state.get("cursors") if isinstance(state, Mapping) else None
+        loader = state.get("loader") if isinstance(state, Mapping) else None
+        if not isinstance(cursors, dict) or not isinstance(loader, (bytes, type(None))):
+            raise InvalidInput(f"{state!r:.80} is no state of a sampler; expected what state_dict() returned")
+        self._cursors = {
+            str(name): whole_number(f"cursor of {name!r}", cursor, least=0) for name, cursor in cursors.items()
+        }
+        self._state = loader
+
+
+class SamplerWithReplayBuffer:
+    """Draws through a buffer: retries first, then the data set; what is drawn is in flight there. See `Sampler`."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        replay_buffer: ReplayBuffer,
+        *,
+        prompt_repeat_k: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        to_rollout_state: ToRolloutState | None = None,
+        tokenize: Tokenize | None = None,
+        skip_bad_records: bool = False,
+    ) -> None:
+        self._prompts = _Prompts(dataset, prompt_repeat_k, seed, shuffle, to_rollout_state, tokenize, skip_bad_records)
+        self._bind(replay_buffer)
+
+    def _bind(self, replay_buffer: ReplayBuffer) -> None:
+        self.replay_buffer = replay_buffer
+        self._turns = _Turns()
+        self._read_ahead: tuple[int, bytes | None, _Drawn] | None = None
+        self._bad_in_a_row = 0
+
+    @classmethod
+    def _of(cls, prompts: _Prompts, replay_buffer: ReplayBuffer) -> SamplerWithReplayBuffer:
+        sampler = cls.__new__(cls)
+        sampler._prompts = prompts
+        sampler._bind(replay_buffer)
+        return sampler
+
+    def __len__(self) -> int:
+        """Records of the data set."""
+        return len(self._prompts.source)
+
+    async def sample(self, task_name: str, statuses: Sequence[Status] = RETRYABLE) -> list[RolloutState]:
+        """One group, in flight from now on; waits for room."""
+        return (await self.draw(1, task_name, statuses))[0]
+
+    async def draw(
+        self,
+        n: int,
+        task_name: str,
+        statuses: Sequence[Status] = RETRYABLE,
+        *,
+        timeout_s: float | None = None,
+        own: bool = True,
+    ) -> Groups:
+        """Up to n groups, in flight from now on: at least one, and as many as there is room for.
+
+        Retries of these statuses first, in order of group_id; then the data set. WaitTimeout if there was room for
+        none. Not `own`: lists and dicts are shared with the buffer, for callers that copy before they change any.
+        """
+        whole_number("n", n, least=1)
+
+        async def attempt() -> Groups | None:
+            return await self._draw(n, task_name, statuses, new=True, own=own) or None
+
+        what = f"room to draw {n} groups of task {task_name!r}"
+        return await self.replay_buffer.until(attempt, what, (task_name,), timeout_s=timeout_s)
+
+    async def draw_again(
+        self, n: int, task_name: str, statuses: Sequence[Status] = RETRYABLE, *, own: bool = True
+    ) -> Groups:
+        """Up to n groups of these statuses, in flight from now on; maybe none. Never waits."""
+        return await self._draw(n, task_name, statuses, new=False, own=own)
+
+    async def _draw(self, n: int, task_name: str, statuses: Sequence[Status], *, new: bool, own: bool) -> Groups:
+        """What can be drawn just now. Nobody waits for room in here: others could not draw what makes it."""
+        drawn: Groups = []
+        try:
+            if statuses:
+                redrawn = await self.replay_buffer.redraw(n, task_name, statuses)
+                drawn += await self._without_bad(redrawn, task_name)
+            if new:
+                async with self._turns():
+                    while len(drawn) < n and (issued := await self._issue(n - len(drawn), task_name)) is not None:
+                        drawn += await self._without_bad(issued, task_name)
+            for number, group in enumerate(drawn if own else ()):
+                if number % _COPIED_AT_ONCE == _COPIED_AT_ONCE - 1:
+                    await asyncio.sleep(0)
+                for state in group:
+                    independent(state)
+            return drawn
+        except BaseException:
+            await self._return(drawn, task_name)
+            raise
+
+    async def _issue(self, n: int, task_name: str) -> Groups | None:
+        """Up to n groups of the data set, as many as there is room for; None if there is none."""
+        room = await self.replay_buffer.room()
+        if room == 0:
+            return None
+        n = min(n, _ISSUED_AT_ONCE, n if room is None else room)
+        if self.replay_buffer.bounded_bytes or isinstance(self._prompts.source, LoaderSource):
+            n = 1  # only trying tells whether it fits; a loader has its state between two records
+        while True:
+            cursor, state = await self.replay_buffer.position(task_name)
+            drawn = await self._read(cursor, n, state)
+            try:
+                issued = await self._write(drawn, cursor, task_name)
+            except CursorMoved as moved:
+                if isinstance(self._prompts.source, LoaderSource):
+                    raise InvalidDataset(
+                        f"another producer drew from task {task_name!r} at the same moment, and the data set is an "
+                        "iterable loader, which has one producer per task; use a map-style data set for several"
+                    ) from moved
+            except WaitTimeout:
+                if n == 1:
+                    return None
+                n = 1  # others took some of the room
+            except UnsupportedPayload as error:
+                if n == 1:
+                    refused = InvalidRecord(drawn.indexes[0], f"cannot be stored: {error}")
+                    prompt = self._prompts.failed(refused)
+                    groups = [[prompt.__copy__() for _ in drawn.groups[0]]]
+                    self._read_ahead = (cursor, state, drawn._replace(groups=groups))
+                n = 1
+            else:
+                self._read_ahead = None
+                return issued
+
+    async def _read(self, cursor: int, n: int, state: bytes | None) -> _Drawn:
+        """The next groups; those that were read and not issued are not read again."""
+        if self._read_ahead is None or self._read_ahead[:2] != (cursor, state) or len(self._read_ahead[2].groups) < n:
+            self._read_ahead = (cursor, state, await self._prompts.read(cursor, n, state))
+        drawn = self._read_ahead[2]
+        groups = [[member.__copy__() for member in group] for group in drawn.groups[:n]]
+        return drawn._replace(groups=groups)
+
+    async def _write(self, drawn: _Drawn, cursor: int, task_name: str) -> Groups:
+        """Issue groups, if there is room now. It is seen through: what a cancelled draw wrote goes back."""
+        issuing = asyncio.ensure_future(
+            self.replay_buffer.issue(drawn.groups, task_name, cursor=cursor, source_state=drawn.state, timeout_s=0)
+        )
+        cancelled = await see_through(issuing)
+        if cancelled is None and not issuing.cancelled():
+            return issuing.result()
+        if not issuing.cancelled():
+            await self._return([] if issuing.exception() else issuing.result(), task_name)
+        else:
+            # The loop shuts down, and the store may have done it nevertheless, which the position tells.
+            await _finish(self._return_issued(drawn.groups, cursor, task_name))
+        raise cancelled or asyncio.CancelledError
+
+    async def _return_issued(self, groups: Groups, cursor: int, task_name: str) -> None:
+        now, _ = await self.replay_buffer.position(task_name)
+        for group_id, group in enumerate(groups, cursor):
+            for member in group:
+                member.group_id = group_id
+        await self._return(groups[: max(0, now - cursor)], task_name)
+
+    async def _return(self, groups: Groups, task_name: str) -> None:
+        """Give back what a draw that failed had; its own error is the one to hear of."""
+        try:
+            await _finish(give_back(self.replay_buffer, groups, task_name))
+        except ForebayError:
+            log.exception("draw_not_returned task=%s groups=%d", task_name, len(groups))
+
+    async def _without_bad(self, groups: Groups, task_name: str) -> Groups:
+        """Records that make no prompt were drawn, too, and end as failed: the position stays one number."""
+        good: Groups = []
+        for at, group in enumerate(groups):
+            if not _is_bad(group):
+                good.append(group)
+                self._bad_in_a_row = 0
+                continue
+            self._bad_in_a_row += 1
+            try:
+                for state in group:
+                    state.status = Status.FAILED
+                await self.replay_buffer.put(group, task_name)
+                if self._bad_in_a_row >= _MAX_BAD_IN_A_ROW:
+                    raise _nothing_but_bad(self._bad_in_a_row, group)
+            except BaseException:
+                await self._return(good + groups[at:], task_name)
+                raise
+        return good
+
+
+def _nothing_but_bad(records: int, last: Sequence[RolloutState]) -> InvalidDataset:
+    return InvalidDataset(f"{records} records in a row make no prompt; the last one: {last[0].error_msg}")
+
+
+async def give_back(replay_buffer: ReplayBuffer, groups: Sequence[list[RolloutState]], task_name: str) -> None:
+    """Return groups in flight to the buffer, as ABORTED with what they have. Nothing happens to those not held."""
+    failed: ForebayError | None = None
+    for group in groups:
+        for state in group:
+            if state.status is not Status.COMPLETED:
+                state.status = Status.ABORTED
+        try:
+            await replay_buffer.put(group, task_name)
+        except (LostLease, BufferClosed) as gone:
+            log.info("group_gone task=%s group=%s reason=%s", task_name, group[0].group_id, gone)
+        except ForebayError as error:
+            failed = failed or error  # the others go back all the same
+    if failed is not None:
+        raise failed
+
+
+async def _finish(work: Awaitable[T]) -> T:
+    """See work through that must not be left half done, though the caller is cancelled."""
+    future = asyncio.ensure_future(work)
+    cancelled = await see_through(future)
+    result = future.result()
+    if cancelled is not None:
+        raise cancelled
+    return result
