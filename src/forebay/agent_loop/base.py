@@ -1,0 +1,152 @@
+"""How one group is generated: the contract between a producer and whatever answers prompts.
+
+What a loop promises
+- `generate_group` gets the members of one group and returns every one of them: the same rollout ids, each with a
+  status (COMPLETED, ABORTED, FAILED) and its response. It may return more samples of a rollout (segments 0, 1, ...),
+  never fewer rollouts, and never another group's. Members that are COMPLETED already are kept as they are.
+- Cumulative fields: with partial rollout a member may arrive with tokens. The response that comes back then starts
+  with them, and versions that it brings along stay in front.
+- `pause` asks for an early end: members that are under way come back soon, as ABORTED with the tokens they have.
+  Until `resume`, everything that arrives comes back at once, untouched. Both may be called again and again.
+- When `generate_group` is cancelled, whatever is in the list that it was given counts as what there is.
+
+`AgentLoop` keeps all that for you if you write `generate` for one sample: members run concurrently, one that raises is
+FAILED and keeps none of its siblings from finishing, and a cancel waits for all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
+from forebay.errors import InvalidGroup
+from forebay.rollout import RolloutState, Status, reset_response
+
+__all__ = ["AgentLoop", "failed_member", "identify_member"]
+
+log = logging.getLogger(__name__)
+
+
+class AgentLoop(ABC):
+    """Answers prompts. Write `generate`; everything else is here."""
+
+    takes_weights_while_running: ClassVar[bool] = False
+    """Whether the engine behind it may get new weights without a pause; it then versions its tokens itself."""
+
+    # Made at the first use: a subclass need not call our constructor, and a loop may outlive an event loop.
+    _pause: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    @abstractmethod
+    async def generate(
+        self, state: RolloutState, *, enable_partial_rollout: bool
+    ) -> RolloutState | Sequence[RolloutState]:
+        """Answer one sample: the same object filled in, or new ones (several: its segments).
+
+        Set `status` (or `finish_reason`, and use `finish_status`). Look at `paused`, or wait for `until_paused()`,
+        to end early as ABORTED. With partial rollout, continue after `state.response_ids`.
+        """
+
+    async def generate_group(
+        self, group: list[RolloutState], *, enable_partial_rollout: bool = False
+    ) -> list[RolloutState]:
+        """Answer every member that is not COMPLETED, concurrently. See the top of this file."""
+        results: list[Sequence[RolloutState]] = [(state,) for state in group]
+        running: dict[asyncio.Task[Sequence[RolloutState]], int] = {}
+        for index, state in enumerate(group):
+            if state.status is Status.COMPLETED:
+                continue
+            if self.paused:
+                state.status = Status.ABORTED
+                continue
+            member = self._generate_member(state, enable_partial_rollout)
+            running[asyncio.create_task(member, name=f"rollout {state.rollout_id}")] = index
+        stopped = True
+        try:
+            if running:
+                await asyncio.wait(running)
+            stopped = False
+        finally:
+            # Only a cancel gets here with members under way; they end before we do.
+            for task in running:
+                task.cancel()
+            if any(not task.done() for task in running):
+                await asyncio.wait(running)
+            for task, index in running.items():
+                if not task.cancelled():
+                    results[index] = task.result()
+                elif not stopped:
+                    results[index] = (self._cancelled_member(group[index]),)
+            group[:] = [state for members in results for state in members]
+        return group
+
+    def _cancelled_member(self, state: RolloutState) -> RolloutState:
+        """A member that was cancelled though its group was not: a way to pause, or else a failure like any other."""
+        if not self.paused:
+            return failed_member(state, "generate was cancelled from inside")
+        if state.status is Status.INIT:
+            state.status = Status.ABORTED
+        return state
+
+    async def _generate_member(self, state: RolloutState, enable_partial_rollout: bool) -> Sequence[RolloutState]:
+        try:
+            result = await self.generate(state, enable_partial_rollout=enable_partial_rollout)
+            members = [result] if isinstance(result, RolloutState) else result
+            well = isinstance(members, (list, tuple)) and all(isinstance(member, RolloutState) for member in members)
+            if not well or not members:
+                raise InvalidGroup(f"generate returned {result!r:.80}; expected a RolloutState, or several")
+            numbered = len({member.segment for member in members}) == len(members)
+            for segment, member in enumerate(members):
+                identify_member(member, state, member.segment if numbered else segment)
+        except Exception as error:
+            log.warning("member_failed task=%s rollout=%s", state.task_name, state.rollout_id, exc_info=error)
+            return (failed_member(state, f"{type(error).__name__}: {error}"),)
+        return members
+
+    # --- pausing --------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Ask what is under way to end soon. Subclasses that stop an engine extend this, and call it first."""
+        self._pause_event().set()
+
+    async def resume(self) -> None:
+        """Generate again. Subclasses that start an engine extend this, and call it last."""
+        self._pause_event().clear()
+
+    @property
+    def paused(self) -> bool:
+        """Whether members shall end early."""
+        return self._pause is not None and self._pause[1].is_set()
+
+    async def until_paused(self) -> None:
+        """Wait for the next pause (or the one that is on)."""
+        await self._pause_event().wait()
+
+    def _pause_event(self) -> asyncio.Event:
+        loop = asyncio.get_running_loop()
+        if self._pause is None or self._pause[0] is not loop:
+            paused, event = self.paused, asyncio.Event()
+            if paused:
+                event.set()
+            self._pause = (loop, event)
+        return self._pause[1]
+
+
+def identify_member(member: RolloutState, issued: RolloutState, segment: int) -> None:
+    """Give a sample that a loop built anew the identity of the one that it answers, where it has none."""
+    for name in ("task_name", "group_id", "rollout_id", "attempt"):
+        if getattr(member, name) is None:
+            setattr(member, name, getattr(issued, name))
+    member.segment = segment
+    member.num_tries = member.num_tries or issued.num_tries
+
+
+def failed_member(state: RolloutState, error: str) -> RolloutState:
+    """A member that failed: its prompt, and why."""
+    failed = reset_response(state)
+    failed.status = Status.FAILED
+    failed.finish_reason = "error"
+    failed.error_msg = error
+    return failed

@@ -1,0 +1,305 @@
+"""One answer of a completion server as it grows: from the bytes of its stream to the fields of a sample.
+
+No network and no retries here (see `openai`); everything is a plain function of what came in. What it promises:
+- Ids and logprobs are always equally long. A piece of the stream counts whole, or it raises and counts not at all.
+- Nothing larger than the caller's limit is ever put together in memory.
+- Columns that the sample brought along are never written to. An answer to a bare prompt comes as numpy arrays (int64
+  ids, float32 logprobs: a third of the memory of lists); one that continues a list stays a list.
+
+The ids are the truth. The text is what the server sent, joined: where a sample was interrupted inside a character, or
+while the server held text back to look for a stop text, those few characters are missing from it.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Annotated, Any, NamedTuple, NoReturn
+
+import msgspec
+import numpy as np
+
+from forebay.errors import InvalidInput
+from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn, finish_status, reset_response
+
+__all__ = ["TRANSIENT_STATUSES", "Answer", "EventReader", "Interrupted", "Piece", "WrongAnswer", "merged", "read_piece"]
+
+TRANSIENT_STATUSES = frozenset((408, 425, 429, 500, 502, 503, 504))
+
+
+class Interrupted(Exception):
+    """Trouble that may pass: worth another attempt. `reason` is fit for a log, `detail` may quote the server."""
+
+    def __init__(self, reason: str, *, detail: str = "", retry_after_s: float = 0.0) -> None:
+        super().__init__(reason + detail)
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class WrongAnswer(Exception):
+    """An answer that another attempt would not make better."""
+
+
+# --- the wire -----------------------------------------------------------------------------------------
+
+
+class EventReader:
+    """Takes bytes as they come, gives the payloads of complete `data:` lines. These servers write one JSON a line.
+
+    >>> reader = EventReader(max_bytes=64)
+    >>> reader.feed(b': hello\\ndata: {"a"'), reader.feed(b': 1}\\r\\n\\r\\ndata: [DONE]\\n')
+    ([], [b'{"a": 1}', b'[DONE]'])
+    """
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._rest = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The payloads that `data` completes; WrongAnswer before a line of more than `max_bytes` is kept."""
+        payloads = []
+        start = 0
+        while (end := data.find(b"\n", start)) >= 0:
+            self._check(end - start)
+            line = bytes(self._rest) + data[start:end]
+            self._rest.clear()
+            start = end + 1
+            if line.startswith(b"data:"):
+                payloads.append(line[len(b"data:") :].strip())
+        self._check(len(data) - start)
+        self._rest += data[start:]
+        return payloads
+
+    def _check(self, more: int) -> None:
+        if len(self._rest) + more > self._max_bytes:
+            raise WrongAnswer(f"a line of its stream is over {self._max_bytes} bytes (max_response_bytes)")
+
+
+class Piece(NamedTuple):
+    """What one chunk adds to an answer."""
+
+    ids: list[int]
+    logprobs: list[float]
+    text: str
+    finish_reason: str | None
+
+
+_TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+_Logprob = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]  # what float32 holds
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] | None = None
+    token_logprobs: list[_Logprob | None] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    token_ids: list[_TokenId] | None = None
+    gen_tokens: list[_TokenId] | None = None  # LMDeploy's name for them
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Message(msgspec.Struct):
+    choices: list[_Choice] | None = None
+    error: Any = None
+    # Older vLLM, SGLang and LMDeploy write an error's fields without the outer "error".
+    object: str | None = None
+    code: Any = None
+    message: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Message)
+
+
+def read_piece(payload: bytes, *, begun: bool) -> Piece | None:
+    """A chunk of a stream, or a whole JSON answer; None if it carries no choice (usage figures, say).
+
+    `begun`: tokens came before it. A server that reports an error then had accepted the request, so whatever code
+    it gives (vLLM says 400 for every failure inside a stream), another attempt makes sense.
+    """
+    try:
+        message = _decoder.decode(payload)
+    except msgspec.ValidationError as error:
+        raise WrongAnswer(f"an answer of another shape than completions have: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise Interrupted(f"{len(payload)} bytes that are no JSON") from None
+    if message.error is not None or message.object == "error":
+        _raise_reported(message, begun)
+    if not message.choices:
+        return None
+    choice = message.choices[0]
+    text = choice.text or ""
+    entries = choice.logprobs or _Logprobs()
+    ids = choice.token_ids if choice.token_ids is not None else choice.gen_tokens
+    if ids is None and (entries.tokens is not None or not text):
+        ids = _ids_in_names(entries.tokens or [])
+    if ids is None:
+        raise WrongAnswer(
+            "text without token ids; the server must support `return_token_ids` (vLLM 0.10.2 and later, recent "
+            'SGLang), or `return_tokens_as_token_ids`: for that, give extra_body={"return_tokens_as_token_ids": True}'
+        )
+    given = entries.token_logprobs or []
+    logprobs = [value for value in given if value is not None]
+    if len(given) != len(ids) or len(logprobs) != len(ids):
+        raise WrongAnswer(
+            f"{len(ids)} token ids with {len(logprobs)} logprobs in one chunk; the server must give one for each "
+            "token (`logprobs: 1`)"
+        )
+    return Piece(ids, logprobs, text, choice.finish_reason)
+
+
+def _ids_in_names(names: list[str]) -> list[int] | None:
+    ids = []
+    for name in names:
+        prefix, _, number = name.partition(":")
+        if prefix != "token_id" or not (number.isascii() and number.isdigit() and len(number) < 19):
+            return None
+        ids.append(int(number))
+    return ids
+
+
+def _raise_reported(message: _Message, begun: bool) -> NoReturn:
+    error = message.error if isinstance(message.error, dict) else {}
+    code = error.get("code", message.code)
+    said = error.get("message", message.message if message.error is None else message.error)
+    if begun or not isinstance(code, int) or code in TRANSIENT_STATUSES:
+        raise Interrupted(f"error {code!s:.20} in the answer", detail=f": {said!s:.200}")
+    raise WrongAnswer(f"error {code} in the answer: {said!s:.200}")
+
+
+# --- the sample ---------------------------------------------------------------------------------------
+
+
+def merged(defaults: SampleParams, own: SampleParams | None) -> SampleParams:
+    """The parameters of a sample: its own where it has them, else the defaults.
+
+    >>> merged(SampleParams(top_k=5, temperature=1.0), SampleParams(temperature=0.0)).top_k
+    5
+    """
+    if own is None:
+        return defaults
+    given = {name: value for name in own.__struct_fields__ if (value := getattr(own, name)) not in (None, ())}
+    return msgspec.structs.replace(defaults, **given)
+
+
+class Answer:
+    """A sample and what came for it so far; kept apart, and written into the sample in one go: O(n) in all."""
+
+    def __init__(self, state: RolloutState, params: SampleParams, *, keep_tokens: bool) -> None:
+        if state.prompt_ids is None or not len(state.prompt_ids):
+            raise InvalidInput(
+                f"{_name(state)} has no prompt_ids, and a completion server is sent tokens; give the sampler a "
+                "`tokenize`"
+            )
+        if state.mm_info:
+            raise InvalidInput(
+                f"{_name(state)} has mm_info ({', '.join(map(str, state.mm_info))}), and a completion request carries "
+                "tokens only; use a loop of your own for multimodal prompts"
+            )
+        if params.max_tokens is not None and params.max_tokens < 1:
+            raise InvalidInput(f"max_tokens of {_name(state)} is {params.max_tokens}; expected at least 1")
+        if not keep_tokens and (state.response_ids is not None or state.response is not None):
+            # In place: when the group is cancelled, this very sample is what there is.
+            fresh = reset_response(state)
+            for name in state.__struct_fields__:
+                setattr(state, name, getattr(fresh, name))
+        self.state = state
+        self.params = params
+        self.finish_reason: str | None = None
+        self._prefix = 0 if state.response_ids is None else len(state.response_ids)
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        # A text without its beginning would be wrong.
+        self._texts: list[str] | None = None if self._prefix and state.response is None else []
+        for name, column in (("logprobs", state.logprobs), ("response_mask", state.response_mask)):
+            found = 0 if column is None else len(column)
+            if found != self._prefix and (column is not None or name == "logprobs"):
+                raise InvalidInput(
+                    f"{_name(state)} comes with {self._prefix} response_ids and {found} entries in {name}; expected as "
+                    "many, or it cannot be continued"
+                )
+
+    def __len__(self) -> int:
+        """How many tokens the response has."""
+        return self._prefix + len(self._ids)
+
+    def add(self, piece: Piece) -> None:
+        """Take in what came; WrongAnswer if it cannot belong to this answer."""
+        limit = self.params.max_tokens
+        if limit is not None and len(self) + len(piece.ids) > limit:
+            raise WrongAnswer(f"more tokens than max_tokens ({limit}) allows; the server seems to ignore it")
+        if piece.text and not piece.ids and not len(self):
+            raise WrongAnswer("text before the first token id; the server must send the ids of each chunk with it")
+        self._ids += piece.ids
+        self._logprobs += piece.logprobs
+        if self._texts is not None and piece.text:
+            self._texts.append(piece.text)
+        self.finish_reason = piece.finish_reason
+
+    def settled(self) -> bool:
+        """Whether there is nothing to ask for: it has ended, by the server's word or by its own last token."""
+        if self.finish_reason is None and len(self):
+            last = self._ids[-1] if self._ids else self.state.response_ids[-1]  # type: ignore[index]
+            if last in self.params.stop_token_ids:
+                self.finish_reason = "stop"
+            elif self.params.max_tokens is not None and len(self) >= self.params.max_tokens:
+                self.finish_reason = "length"
+        return self.finish_reason is not None
+
+    def ask(self) -> dict[str, Any]:
+        """The fields of a request for the rest of it; notes in the sample's `tokens` what is sent."""
+        state, params, there = self.state, self.params, len(self)
+        prompt = [*_plain_ids(state, "prompt_ids"), *_plain_ids(state, "response_ids"), *self._ids]
+        state.tokens = prompt if isinstance(state.prompt_ids, list) else np.array(prompt, dtype=np.int64)
+        fields = msgspec.structs.asdict(params) | {"prompt": prompt}
+        if params.max_tokens is not None:
+            fields["max_tokens"] = params.max_tokens - there
+        if params.min_tokens is not None:
+            fields["min_tokens"] = max(0, params.min_tokens - there)
+        return {name: value for name, value in fields.items() if value not in (None, ())}
+
+    def write(self) -> None:
+        """Write what came into the sample, once, with its status: ABORTED if it has not ended."""
+        state, reason = self.state, self.finish_reason or "abort"
+        state.finish_reason = reason
+        state.status = finish_status(reason)
+        completed = state.status is Status.COMPLETED
+        if completed:
+            state.error_msg = None
+        elif state.status is Status.FAILED:
+            state.error_msg = f"the server ended with finish_reason {reason!r:.80}"
+        if self._ids or (completed and not self._prefix):
+            mask = state.response_mask
+            state.response_ids = _extended(state.response_ids, self._ids, np.dtype(np.int64))
+            state.logprobs = _extended(state.logprobs, self._logprobs, np.dtype(np.float32))
+            if mask is not None:
+                ones = [1] * len(self._ids)
+                state.response_mask = _extended(mask, ones, getattr(mask, "dtype", np.dtype(np.int64)))
+        if self._texts or (completed and self._texts is not None):
+            state.response = ((state.response or "") if self._prefix else "") + "".join(self._texts)
+
+
+def _plain_ids(state: RolloutState, name: str) -> list[int]:
+    column: TokenColumn | None = getattr(state, name)
+    tokens: list[Any] = column.tolist() if isinstance(column, np.ndarray) else column or []
+    try:
+        return [index(token) for token in tokens]
+    except TypeError:
+        raise InvalidInput(f"{name} of {_name(state)} holds what is no token id; expected whole numbers") from None
+
+
+def _extended(column: TokenColumn | None, new: list[Any], dtype: np.dtype[Any]) -> TokenColumn:
+    """A new column with more at its end, of the kind that it extends."""
+    if isinstance(column, list):
+        return [*column, *new]
+    more = np.array(new, dtype=dtype)
+    if column is None or not len(column):  # an empty array is of floats, unless someone took care
+        return more
+    # Old logprobs in float64 keep their digits; old ids in a narrow type must not make new ones wrap around.
+    kind = np.promote_types(column.dtype, dtype) if dtype.kind == "f" else dtype
+    return np.concatenate((column, more), dtype=kind, casting="same_kind")
+
+
+def _name(state: RolloutState) -> str:
+    return f"rollout {state.rollout_id} of group {state.group_id}"

@@ -1,0 +1,64 @@
+"""An agent loop from a plain async function: the shortest way to produce."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
+
+from forebay.agent_loop.base import AgentLoop
+from forebay.errors import InvalidConfig
+from forebay.rollout import RolloutState, Status, finish_status
+
+__all__ = ["FunctionAgentLoop"]
+
+Answer: TypeAlias = RolloutState | Sequence[RolloutState] | None
+
+
+class FunctionAgentLoop(AgentLoop):
+    """Calls `function(state)` for every sample.
+
+    The function fills the sample in (and returns None or the sample), or returns new ones. One that leaves the status
+    at INIT has it read from `finish_reason`, or is COMPLETED if it has a response. `cancel_on_pause`: a pause cancels
+    calls under way, and what they wrote into their sample by then is kept; otherwise it waits for their end.
+    """
+
+    def __init__(self, function: Callable[[RolloutState], Awaitable[Answer]], *, cancel_on_pause: bool = True) -> None:
+        if not callable(function):
+            raise InvalidConfig(f"FunctionAgentLoop got {function!r:.80}; expected an async function of one sample")
+        self.function = function
+        self.cancel_on_pause = cancel_on_pause
+
+    async def generate(
+        self, state: RolloutState, *, enable_partial_rollout: bool
+    ) -> RolloutState | Sequence[RolloutState]:
+        answering = asyncio.ensure_future(self.function(state))
+        pausing = asyncio.ensure_future(self.until_paused()) if self.cancel_on_pause else None
+        watched = {answering} if pausing is None else {answering, pausing}
+        try:
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped = not answering.done()
+            for future in watched:
+                future.cancel()
+            await asyncio.wait(watched)
+            raised = None if answering.cancelled() else answering.exception()
+        if stopped and (answering.cancelled() or raised is not None):
+            # It was told to stop, and what it raises upon that is not held against it.
+            state.status = Status.ABORTED
+            return state
+        answer = answering.result()
+        result = state if answer is None else answer
+        for member in (result,) if isinstance(result, RolloutState) else result:
+            if member.status is Status.INIT:
+                _settle_status(member, stopped)
+        return result
+
+
+def _settle_status(state: RolloutState, stopped: bool) -> None:
+    if state.finish_reason is not None:
+        state.status = finish_status(state.finish_reason)
+    elif stopped:
+        state.status = Status.ABORTED  # nobody says that it is whole
+    elif state.response is not None or state.response_ids is not None or state.input_ids is not None:
+        state.status = Status.COMPLETED

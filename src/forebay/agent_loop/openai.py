@@ -1,0 +1,352 @@
+"""Answers from a server that speaks OpenAI's completion protocol with token ids: vLLM, SGLang, LMDeploy.
+
+What it promises
+- Tokens in, tokens out: nothing is tokenised again. Every token has its logprob, or the member fails.
+- Nothing that came is lost: a pause, a cancel or a cut connection leaves it in the sample. With partial rollout, and
+  after trouble inside one call, generation goes on behind it, with what is left of `max_tokens`.
+- A pause or a cancel closes the connection, upon which these servers drop the request. A member that waits for its
+  turn, or for the next attempt, ends at once as well.
+- Trouble that may pass is tried again, with growing delays; what another attempt cannot help is an `EngineError` at
+  once.
+
+It does not write `version_spans`: the buffer that takes the group in knows the weights. It does not see a stop text
+that begins before an interruption and ends after it. Needs httpx: pip install 'forebay[http]'.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import random
+import re
+import socket
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing, suppress
+from typing import Any, Self, cast
+
+import httpx
+import msgspec
+
+from forebay.agent_loop.base import AgentLoop
+from forebay.agent_loop.completion import (
+    TRANSIENT_STATUSES,
+    Answer,
+    EventReader,
+    Interrupted,
+    WrongAnswer,
+    merged,
+    read_piece,
+)
+from forebay.errors import EngineError, InvalidConfig
+from forebay.rollout import RolloutState, SampleParams, Status
+
+__all__ = ["OpenAIAgentLoop"]
+
+log = logging.getLogger(__name__)
+
+_MAX_DELAY_S = 30.0
+_FAREWELL_S = 1.0
+_QUOTED = 200  # characters of a refusal that an error repeats
+# What the loop sets itself, and what would make several answers of one.
+_RESERVED = frozenset(("model", "prompt", "stream", "n", "best_of", "echo", *SampleParams.__struct_fields__))
+
+
+class OpenAIAgentLoop(AgentLoop):
+    """Answers prompts through `POST {base_url}/completions`, streamed.
+
+    - `base_url`: like `http://127.0.0.1:8000/v1`.
+    - `sample_params`: defaults; what a sample has of its own wins. Give `max_tokens` in one of the two: without it
+      the server chooses (vLLM: 16), again for each request.
+    - `max_concurrency`: requests in flight, over all groups.
+    - `read_timeout_s`: how long the server may be silent, before its first token and between two.
+    - `max_retries`, `backoff_s`: attempts after a failed one, and the first delay; a new token starts the count again.
+    - `extra_body`: more fields for every request; a None there takes one out.
+    - `max_response_bytes`: bound of one line of a stream, or of an answer that is not streamed.
+    - `client`: your own (for a proxy, or certificates), which stays yours to close. Build it with
+      `limits=httpx.Limits(max_connections=None)`: see the comment where we build ours.
+
+        async with OpenAIAgentLoop(url, "policy", sample_params=SampleParams(max_tokens=1024)) as loop:
+            group = await loop.generate_group(group)
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        sample_params: SampleParams | None = None,
+        api_key: str | None = None,
+        max_concurrency: int = 256,
+        connect_timeout_s: float = 10.0,
+        read_timeout_s: float = 120.0,
+        max_retries: int = 3,
+        backoff_s: float = 0.5,
+        extra_body: Mapping[str, Any] | None = None,
+        max_response_bytes: int = 16 * 2**20,
+        client: httpx.AsyncClient | None = None,
+    ) -> None:
+        self.url = _checked_url(base_url) + "/completions"
+        if not isinstance(model, str) or not model:
+            raise InvalidConfig(f"model is {model!r:.80}; expected the name under which the server knows it")
+        if sample_params is not None and not isinstance(sample_params, SampleParams):
+            raise InvalidConfig(f"sample_params is {sample_params!r:.80}; expected SampleParams or None")
+        if client is not None and not isinstance(client, httpx.AsyncClient):
+            raise InvalidConfig(f"client is {client!r:.80}; expected an httpx.AsyncClient or None")
+        self.model = model
+        self.sample_params = sample_params or SampleParams()
+        if self.sample_params.max_tokens is not None:
+            _number("sample_params.max_tokens", self.sample_params.max_tokens, least=1, whole=True)
+        self.max_retries = int(_number("max_retries", max_retries, least=0, whole=True))
+        self.backoff_s = _number("backoff_s", backoff_s, least=0)
+        self._max_bytes = int(_number("max_response_bytes", max_response_bytes, least=1, whole=True))
+        self._slots = asyncio.Semaphore(int(_number("max_concurrency", max_concurrency, least=1, whole=True)))
+        self._extra = _checked_extra(extra_body)
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | _checked_key(api_key)
+        self._api_key = api_key
+        read_s = _positive("read_timeout_s", read_timeout_s)
+        self._timeout = httpx.Timeout(read_s, connect=_positive("connect_timeout_s", connect_timeout_s))
+        # Jitter keeps processes from coming back in step, so each has a seed of its own. Results do not depend on it.
+        self._random = random.Random(f"{socket.gethostname()} {os.getpid()}")
+        self._owns_client = client is None
+        # Nothing from the environment: a proxy named there would stand between us and a server next door, and read
+        # every prompt. No limit in the pool: `max_concurrency` is the limit, and httpcore never gets back the place of
+        # a request that was cancelled while connecting (encode/httpcore#1099), so pauses would end in a standstill.
+        self._client = client or httpx.AsyncClient(
+            trust_env=False,
+            verify=self.url.startswith("https:"),  # plain HTTP, without redirects, needs no certificates loaded
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency),
+        )
+
+    def __repr__(self) -> str:
+        return f"<OpenAIAgentLoop {self.model!r} at {self.url}>"
+
+    async def close(self) -> None:
+        """Close the connections. Call it when nothing is under way; again does nothing."""
+        if self._owns_client:
+            await self._client.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
+        """Answer one sample in place. InvalidInput without `prompt_ids`, EngineError if the server does not answer."""
+        if self.paused:
+            state.status = Status.ABORTED
+            return state
+        answer = Answer(state, merged(self.sample_params, state.sample_params), keep_tokens=enable_partial_rollout)
+        answering = asyncio.create_task(self._complete(answer))
+        pausing = asyncio.create_task(self.until_paused())
+        both = (answering, pausing)
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped = not answering.done()
+            for task in both:
+                task.cancel()
+            try:
+                await asyncio.wait(both)
+            finally:
+                answer.write()
+                if answering.done() and not answering.cancelled():
+                    answering.exception()  # looked at, or asyncio complains when we are cancelled ourselves
+        if not stopped:  # otherwise the sample is as it stands, whatever came up while the connection was closed
+            answering.result()
+        return state
+
+    # --- attempts -------------------------------------------------------------------------------------
+
+    async def _complete(self, answer: Answer) -> None:
+        retries = 0
+        while not answer.settled():
+            before = len(answer)
+            try:
+                async with self._slots:  # not held while waiting for the next attempt
+                    await self._attempt(answer)
+                continue
+            except WrongAnswer as wrong:
+                raise EngineError(f"{self.url}: {self._without_key(wrong)}") from wrong.__cause__
+            except Interrupted as error:
+                trouble = error
+            if answer.settled():
+                return  # all of it came; only the server's word for that is missing
+            retries = 1 if len(answer) > before else retries + 1
+            if retries > self.max_retries:
+                raise EngineError(
+                    f"{self.url}: given up after {retries} failed attempts in a row; the last one: "
+                    f"{self._without_key(trouble)}"
+                ) from trouble.__cause__
+            delay_s = _delay_s(retries, self.backoff_s, self._random.random(), trouble.retry_after_s)
+            log.warning(
+                "request_retried url=%s attempt=%d reason=%s tokens=%d delay_s=%.3f",
+                self.url,
+                retries + 1,
+                self._without_key(trouble.reason),
+                len(answer),
+                delay_s,
+            )
+            await asyncio.sleep(delay_s)
+
+    async def _attempt(self, answer: Answer) -> None:
+        """One request. Returns when the answer has ended; WrongAnswer or Interrupted otherwise."""
+        if self._client.is_closed:
+            raise WrongAnswer("the loop, or its client, is closed; build a new one")
+        fields = {"model": self.model, "stream": True, "logprobs": 1, "return_token_ids": True}
+        body = {name: value for name, value in (fields | answer.ask() | self._extra).items() if value is not None}
+        request = self._client.build_request(
+            "POST", self.url, content=msgspec.json.encode(body), headers=self._headers, timeout=self._timeout
+        )
+        try:
+            response = await self._client.send(request, stream=True, follow_redirects=False)
+            try:
+                await self._receive(response, answer)
+            finally:
+                await response.aclose()
+        except httpx.TransportError as error:
+            raise Interrupted(type(error).__name__, detail=f" {error}".rstrip()) from error
+        if answer.finish_reason is None:
+            kind = response.headers.get("content-type", "no content type")
+            raise Interrupted("the answer ended without a finish_reason", detail=f" ({kind:.80})")
+
+    async def _receive(self, response: httpx.Response, answer: Answer) -> None:
+        if not response.is_success:
+            raise await self._refusal(response)
+        if response.headers.get("content-encoding", "identity").lower() != "identity":
+            # Unpacked it could be a thousand times what came, and the limit on memory would come too late.
+            raise WrongAnswer("a compressed answer, although asked for `Accept-Encoding: identity`")
+        before = len(answer)
+        if response.headers.get("content-type", "").lower().startswith("application/json"):
+            piece = read_piece(await self._body(response), begun=False)
+            if piece is not None:
+                answer.add(piece)
+            return
+        reader = EventReader(max_bytes=self._max_bytes)
+        async with aclosing(_raw(response)) as stream:
+            async for data in stream:
+                for payload in reader.feed(data):
+                    if payload == b"[DONE]":
+                        return
+                    piece = read_piece(payload, begun=len(answer) > before)
+                    if piece is None:
+                        continue
+                    answer.add(piece)
+                    if answer.finish_reason is not None:
+                        # Reading to the end lets the connection be used again. Nothing that happens there matters.
+                        with suppress(TimeoutError, httpx.TransportError):
+                            async with asyncio.timeout(_FAREWELL_S):
+                                async for _ in stream:
+                                    pass
+                        return
+
+    async def _body(self, response: httpx.Response) -> bytes:
+        body = bytearray()
+        if int(response.headers.get("content-length", 0)) <= self._max_bytes:
+            async with aclosing(_raw(response)) as stream:
+                async for data in stream:
+                    if len(body) + len(data) > self._max_bytes:
+                        break
+                    body += data
+                else:
+                    return bytes(body)
+        raise WrongAnswer(f"an answer of more than {self._max_bytes} bytes (max_response_bytes)")
+
+    async def _refusal(self, response: httpx.Response) -> Interrupted | WrongAnswer:
+        """The error for a status that is no success, with the beginning of what the server says."""
+        said = bytearray()
+        with suppress(httpx.TransportError):
+            async with aclosing(_raw(response)) as stream:
+                async for data in stream:
+                    said += data[: 8 * _QUOTED]
+                    if len(said) >= 4 * _QUOTED:  # no character takes more than 4 bytes
+                        break
+        text = self._without_key(said.decode("utf-8", "replace"))
+        detail = f": {text[:_QUOTED]}" if text.strip() else ""
+        if response.status_code not in TRANSIENT_STATUSES:
+            return WrongAnswer(f"status {response.status_code}{detail}")
+        wait = re.fullmatch(r"\d{1,9}(\.\d{1,9})?", response.headers.get("retry-after", "").strip())
+        retry_after_s = 0.0 if wait is None else float(wait[0])
+        return Interrupted(f"status {response.status_code}", detail=detail, retry_after_s=retry_after_s)
+
+    def _without_key(self, said: object) -> str:
+        """For all that a server says: some repeat the headers."""
+        return str(said) if self._api_key is None else str(said).replace(self._api_key, "***")
+
+
+def _raw(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    return cast("AsyncGenerator[bytes, None]", response.aiter_raw())  # which is what it is; httpx declares less
+
+
+def _delay_s(retries: int, backoff_s: float, jitter: float, retry_after_s: float) -> float:
+    """How long to wait before a retry (the first is 1): doubling, half of it jitter, not before the server asks.
+
+    >>> [_delay_s(retries, 0.5, 1.0, 0.0) for retries in (1, 2, 3, 9, 2000)]
+    [0.5, 1.0, 2.0, 30.0, 30.0]
+    >>> _delay_s(1, 0.5, 0.0, 0.0), _delay_s(1, 0.5, 0.0, 7.0), _delay_s(1, 0.5, 0.0, 3600.0)
+    (0.25, 7.0, 30.0)
+    """
+    delay_s = backoff_s * 2.0 ** min(retries - 1, 64)
+    return min(max(min(delay_s, _MAX_DELAY_S) * (0.5 + jitter / 2), retry_after_s), _MAX_DELAY_S)
+
+
+# --- settings -----------------------------------------------------------------------------------------
+
+
+def _checked_url(base_url: str) -> str:
+    try:
+        url = httpx.URL(base_url)
+    except (httpx.InvalidURL, TypeError):
+        url = httpx.URL("")
+    if url.userinfo or url.query or url.fragment:
+        # Not shown: this is where keys are.
+        raise InvalidConfig(
+            "base_url has a user, a query or a fragment; expected none of them (give api_key, or a client)"
+        )
+    if url.scheme not in ("http", "https") or not url.host:
+        raise InvalidConfig(f"base_url is {base_url!r:.200}; expected a URL like 'http://127.0.0.1:8000/v1'")
+    return str(url).rstrip("/")
+
+
+def _checked_key(api_key: str | None) -> dict[str, str]:
+    if api_key is None:
+        return {}
+    if not isinstance(api_key, str) or not re.fullmatch(r"[!-~]+", api_key):
+        raise InvalidConfig(
+            "api_key (not shown) is empty or cannot stand in a header; expected printable ASCII, no blanks"
+        )
+    return {"Authorization": f"Bearer {api_key}"}
+
+
+def _checked_extra(extra_body: Mapping[str, Any] | None) -> dict[str, Any]:
+    if extra_body is None:
+        return {}
+    if not isinstance(extra_body, Mapping):
+        raise InvalidConfig(f"extra_body is {extra_body!r:.80}; expected a mapping of request fields")
+    for name in extra_body:
+        if name in _RESERVED:
+            raise InvalidConfig(
+                f"extra_body has {name!r}, which the loop sets itself; use sample_params or leave it out"
+            )
+    try:
+        msgspec.json.encode(dict(extra_body))
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise InvalidConfig(f"extra_body cannot be written as JSON: {error}") from None
+    return dict(extra_body)
+
+
+def _number(name: str, value: float, *, least: float, whole: bool = False) -> float:
+    fits = isinstance(value, int) or (isinstance(value, float) and not whole and math.isfinite(value))
+    if not fits or isinstance(value, bool) or value < least:
+        raise InvalidConfig(
+            f"{name} is {value!r:.80}; expected a {'whole ' if whole else ''}number of at least {least}"
+        )
+    return value
+
+
+def _positive(name: str, value: float) -> float:
+    if not _number(name, value, least=0):
+        raise InvalidConfig(f"{name} is {value!r}; expected a number of seconds above 0")
+    return value

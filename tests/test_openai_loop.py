@@ -1,0 +1,828 @@
+"""The loop for completion servers, against a real server on loopback: what it sends, keeps, repeats and refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from forebay import RolloutState, SampleParams, Status
+from forebay.agent_loop.completion import EventReader, Interrupted, WrongAnswer, read_piece
+from forebay.agent_loop.openai import OpenAIAgentLoop
+from forebay.errors import EngineError, InvalidConfig, InvalidInput
+from tests.openai_server import CompletionServer, Script, answer_to, logprob_of, text_of
+from tests.support import turns
+
+PROMPT = [11, 7, 503]
+BUDGET = 12
+ANSWER = answer_to(PROMPT, BUDGET)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[CompletionServer]:
+    async with CompletionServer() as server:
+        yield server
+
+
+@pytest.fixture
+async def loop(server: CompletionServer) -> AsyncIterator[OpenAIAgentLoop]:
+    async with loop_for(server) as loop:
+        yield loop
+
+
+def loop_for(server: CompletionServer, **settings: Any) -> OpenAIAgentLoop:
+    defaults: dict[str, Any] = {"sample_params": SampleParams(max_tokens=BUDGET), "backoff_s": 0.001}
+    return OpenAIAgentLoop(server.url, "policy", **(defaults | settings))
+
+
+def sample(rollout_id: int = 0, **fields: Any) -> RolloutState:
+    prompt: dict[str, Any] = {"message": [], "rollout_id": rollout_id, "group_id": 0, "prompt_ids": PROMPT}
+    return RolloutState(**(prompt | fields))
+
+
+def begun(tokens: int, *, arrays: bool = False, **fields: Any) -> RolloutState:
+    """A sample that was aborted behind so many tokens."""
+    ids = ANSWER[:tokens]
+    columns: dict[str, Any] = {"response_ids": ids, "logprobs": [logprob_of(token) for token in ids]}
+    if arrays:
+        columns = {"response_ids": np.array(ids), "logprobs": np.array(columns["logprobs"], dtype=np.float32)}
+        for column in columns.values():
+            column.setflags(write=False)
+    text = "".join(map(text_of, ids))
+    return sample(**({"status": Status.ABORTED, "finish_reason": "abort", "response": text} | columns | fields))
+
+
+def holds(state: RolloutState, ids: Sequence[int]) -> bool:
+    """Whether the response is exactly these tokens, with their logprobs and text."""
+    assert state.response_ids is not None
+    assert state.logprobs is not None
+    return (
+        list(state.response_ids) == list(ids)
+        and list(state.logprobs) == [logprob_of(token) for token in ids]
+        and state.response == "".join(map(text_of, ids))
+    )
+
+
+async def answered(loop: OpenAIAgentLoop, state: RolloutState, *, partial: bool = False) -> RolloutState:
+    async with asyncio.timeout(5):
+        return await loop.generate(state, enable_partial_rollout=partial)
+
+
+async def delivered() -> None:
+    """Let what the server has sent be read."""
+    await asyncio.sleep(0.01)
+    await turns(20)
+
+
+# --- asking and answering -----------------------------------------------------------------------------
+
+
+async def test_a_prompt_is_answered_with_ids_logprobs_and_text(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
+    state = sample()
+    assert await answered(loop, state) is state
+    assert holds(state, ANSWER)
+    assert (state.status, state.finish_reason) == (Status.COMPLETED, "length")
+    assert isinstance(state.response_ids, np.ndarray)
+    assert isinstance(state.logprobs, np.ndarray)
+    assert (str(state.response_ids.dtype), str(state.logprobs.dtype)) == ("int64", "float32")
+    assert state.tokens == PROMPT
+    assert state.tokens is not PROMPT
+    assert state.version_spans == ()
+    assert state.response_mask is None
+
+
+async def test_the_request_says_what_is_needed_and_leaves_out_what_is_not_set(server: CompletionServer) -> None:
+    params = SampleParams(max_tokens=BUDGET, temperature=0.0, top_k=5, stop=("END",), stop_token_ids=(1001,))
+    async with loop_for(server, sample_params=params, extra_body={"min_p": 0.1, "logprobs": 2}) as loop:
+        await answered(loop, sample(sample_params=SampleParams(top_k=7, seed=3)))
+    assert server.received[0].body == {
+        "model": "policy",
+        "prompt": PROMPT,
+        "stream": True,
+        "return_token_ids": True,
+        "logprobs": 2,
+        "min_p": 0.1,
+        "max_tokens": BUDGET,
+        "temperature": 0.0,
+        "top_k": 7,
+        "seed": 3,
+        "stop": ["END"],
+        "stop_token_ids": [1001],
+    }
+
+
+async def test_a_none_in_extra_body_takes_a_field_out(server: CompletionServer) -> None:
+    async with loop_for(server, extra_body={"return_token_ids": None}) as loop:
+        await answered(loop, sample())
+    assert "return_token_ids" not in server.received[0].body
+
+
+async def test_a_stop_token_ends_the_answer(loop: OpenAIAgentLoop) -> None:
+    state = await answered(loop, sample(sample_params=SampleParams(stop_token_ids=(ANSWER[4],))))
+    assert holds(state, ANSWER[:5])
+    assert (state.status, state.finish_reason) == (Status.COMPLETED, "stop")
+
+
+async def test_without_max_tokens_the_server_chooses(server: CompletionServer) -> None:
+    async with loop_for(server, sample_params=None) as loop:
+        state = await answered(loop, sample())
+    assert "max_tokens" not in server.received[0].body
+    assert holds(state, answer_to(PROMPT, 16))
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(plain=True),
+        Script(plain=True, ids="logprobs"),
+        Script(ids="logprobs"),
+        Script(ids="gen_tokens"),
+        Script(tokens_per_chunk=5),
+        Script(noise=True),
+        Script(bytes_per_chunk=7),
+        Script(pause_s=0.001),
+    ],
+)
+async def test_every_proper_way_to_answer_is_understood(server: CompletionServer, script: Script) -> None:
+    server.usual = script
+    async with loop_for(server) as loop:
+        assert holds(await answered(loop, sample()), ANSWER)
+    assert len(server.received) == 1
+
+
+async def test_a_slow_server_is_waited_for_as_long_as_it_is_not_silent(server: CompletionServer) -> None:
+    server.usual = Script(pause_s=0.02)
+    async with loop_for(server, read_timeout_s=0.2, max_retries=0) as loop:
+        assert holds(await answered(loop, sample()), ANSWER)  # 240 ms in all
+
+
+async def test_connections_are_used_again(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
+    for _ in range(5):
+        await answered(loop, sample())
+    assert (len(server.received), server.connections) == (5, 1)
+
+
+async def test_prompts_come_as_arrays_too_and_are_left_alone(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
+    prompt = np.array(PROMPT, dtype=np.int32)
+    prompt.setflags(write=False)
+    state = await answered(loop, sample(prompt_ids=prompt))
+    assert holds(state, ANSWER)
+    assert server.received[0].body["prompt"] == PROMPT
+    assert isinstance(state.tokens, np.ndarray)
+    assert state.prompt_ids is prompt
+
+
+@pytest.mark.parametrize("prompt_ids", [None, [], np.array([], dtype=np.int64)])
+async def test_without_prompt_ids_it_asks_for_a_tokenize(loop: OpenAIAgentLoop, prompt_ids: Any) -> None:
+    with pytest.raises(InvalidInput, match="give the sampler a `tokenize`"):
+        await answered(loop, sample(prompt_ids=prompt_ids))
+
+
+async def test_what_cannot_be_sent_is_refused_and_not_dropped(loop: OpenAIAgentLoop) -> None:
+    with pytest.raises(InvalidInput, match=r"mm_info \(image\)"):
+        await answered(loop, sample(mm_info={"image": b"..."}))
+    with pytest.raises(InvalidInput, match="prompt_ids of rollout 0 of group 0 holds what is no token id"):
+        await answered(loop, sample(prompt_ids=[1.5]))
+    with pytest.raises(InvalidInput, match="max_tokens of rollout 0 of group 0 is 0; expected at least 1"):
+        await answered(loop, sample(sample_params=SampleParams(max_tokens=0)))
+
+
+@pytest.mark.parametrize(
+    ("reason", "status"),
+    [("abort", Status.ABORTED), ("stop", Status.COMPLETED), ("tool_calls", Status.COMPLETED), ("weird", Status.FAILED)],
+)
+async def test_the_servers_reason_becomes_the_status(server: CompletionServer, reason: str, status: Status) -> None:
+    server.usual = Script(finish_reason=reason)
+    async with loop_for(server) as loop:
+        state = await answered(loop, sample(error_msg="of an earlier try"))
+    assert (state.status, state.finish_reason) == (status, reason)
+    assert holds(state, ANSWER)
+    if status is Status.FAILED:
+        assert state.error_msg == "the server ended with finish_reason 'weird'"
+    if status is Status.COMPLETED:
+        assert state.error_msg is None
+
+
+# --- continuing ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+@pytest.mark.parametrize("there", range(BUDGET + 1))
+async def test_interrupted_at_any_token_and_continued_is_the_same_as_in_one_go(
+    loop: OpenAIAgentLoop, server: CompletionServer, there: int, arrays: bool
+) -> None:
+    state = begun(there, arrays=arrays, version_spans=((3, there),) if there else ())
+    await answered(loop, state, partial=True)
+    assert holds(state, ANSWER)
+    assert (state.status, state.finish_reason) == (Status.COMPLETED, "length")
+    assert isinstance(state.response_ids, np.ndarray if arrays else list), "what goes in comes out"
+    assert isinstance(state.logprobs, np.ndarray if arrays else list)
+    assert state.version_spans == (((3, there),) if there else ())
+    if there == BUDGET:
+        assert server.received == [], "nothing is left to ask for"
+    else:
+        (request,) = server.received
+        assert request.body["prompt"] == PROMPT + ANSWER[:there] == state.tokens
+        assert request.body["max_tokens"] == BUDGET - there
+
+
+@pytest.mark.parametrize("arrays", [False, True])
+async def test_columns_that_came_along_are_never_written_to(loop: OpenAIAgentLoop, arrays: bool) -> None:
+    state = begun(5, arrays=arrays)
+    ids, logprobs = state.response_ids, state.logprobs
+    await answered(loop, state, partial=True)
+    assert ids is not None
+    assert logprobs is not None
+    assert list(ids) == ANSWER[:5]
+    assert len(logprobs) == 5
+
+
+@pytest.mark.parametrize("mask", [[0, 1, 1], np.array([0, 1, 1], dtype=np.int8)])
+async def test_a_mask_is_extended_by_ones(loop: OpenAIAgentLoop, mask: Any) -> None:
+    state = await answered(loop, begun(3, response_mask=mask), partial=True)
+    assert state.response_mask is not None
+    assert list(state.response_mask) == [0, *[1] * (BUDGET - 1)]
+    assert type(state.response_mask) is type(mask)
+    assert getattr(state.response_mask, "dtype", None) == getattr(mask, "dtype", None)
+    assert len(mask) == 3
+
+
+async def test_old_columns_of_other_types_lose_no_digits(loop: OpenAIAgentLoop) -> None:
+    ids, logprobs = np.array(ANSWER[:2], dtype=np.uint16), np.array([-0.1, -0.2])
+    state = await answered(loop, begun(2, response_ids=ids, logprobs=logprobs), partial=True)
+    assert isinstance(state.response_ids, np.ndarray)
+    assert isinstance(state.logprobs, np.ndarray)
+    assert state.response_ids.dtype == np.int64
+    assert state.logprobs[:2].tolist() == [-0.1, -0.2]
+
+
+async def test_min_tokens_shrinks_with_the_budget(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
+    for there in (3, 9):
+        await answered(loop, begun(there, sample_params=SampleParams(min_tokens=8)), partial=True)
+    assert [request.body["min_tokens"] for request in server.received] == [5, 0]
+
+
+async def test_a_response_that_ends_in_a_stop_token_is_complete(
+    loop: OpenAIAgentLoop, server: CompletionServer
+) -> None:
+    state = begun(5, sample_params=SampleParams(stop_token_ids=(ANSWER[4],)))
+    await answered(loop, state, partial=True)
+    assert (state.status, state.finish_reason) == (Status.COMPLETED, "stop")
+    assert holds(state, ANSWER[:5])
+    assert server.received == []
+
+
+async def test_without_partial_rollout_it_starts_from_the_prompt(
+    loop: OpenAIAgentLoop, server: CompletionServer
+) -> None:
+    state = begun(5, version_spans=((3, 5),), response_mask=[1] * 5, reward={"score": 1.0})
+    assert await answered(loop, state) is state
+    assert holds(state, ANSWER)
+    assert (state.version_spans, state.response_mask, state.reward) == ((), None, None)
+    assert server.received[0].body["prompt"] == PROMPT
+
+
+async def test_a_text_without_its_beginning_is_not_made_up(loop: OpenAIAgentLoop) -> None:
+    state = await answered(loop, begun(5, response=None), partial=True)
+    assert state.response is None
+    assert list(state.response_ids or ()) == ANSWER
+
+
+@pytest.mark.parametrize(
+    "columns", [{"logprobs": None}, {"logprobs": [-1.0]}, {"response_mask": [1]}, {"logprobs": np.zeros(4)}]
+)
+async def test_what_is_misaligned_already_cannot_be_continued(loop: OpenAIAgentLoop, columns: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"comes with 3 response_ids and [014] entries in"):
+        await answered(loop, begun(3, **columns), partial=True)
+
+
+# --- pausing and cancelling ---------------------------------------------------------------------------
+
+
+async def test_a_pause_keeps_the_tokens_and_the_server_sees_the_disconnect(
+    loop: OpenAIAgentLoop, server: CompletionServer
+) -> None:
+    server.usual = Script(hold_after=5)
+    state = sample()
+    generating = asyncio.create_task(answered(loop, state))
+    await server.until(lambda seen: bool(seen.received) and seen.received[0].sent == 5)
+    await delivered()
+    await loop.pause()
+    await generating
+    assert (state.status, state.finish_reason) == (Status.ABORTED, "abort")
+    assert holds(state, ANSWER[:5])
+    await server.until(lambda seen: seen.aborted == 1)
+    assert server.active == 0
+
+
+async def test_a_paused_answer_is_continued_after_resume(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
+    server.scripts.append(Script(hold_after=5))
+    state = sample()
+    generating = asyncio.create_task(answered(loop, state))
+    await server.until(lambda seen: bool(seen.received) and seen.received[0].sent == 5)
+    await delivered()
+    await loop.pause()
+    await generating
+    await loop.resume()
+    await answered(loop, state, partial=True)
+    assert holds(state, ANSWER)
+    assert state.status is Status.COMPLETED
+
+
+async def test_while_paused_everything_comes_back_untouched(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
+    await loop.pause()
+    group = [begun(5), sample(1), sample(2, status=Status.COMPLETED, response="kept")]
+    await loop.generate_group(group)
+    assert [state.status for state in group] == [Status.ABORTED, Status.ABORTED, Status.COMPLETED]
+    state = await answered(loop, begun(5))
+    assert state.status is Status.ABORTED
+    assert holds(state, ANSWER[:5]), "also without partial rollout"
+    assert server.received == []
+
+
+async def test_a_sample_that_has_finished_stays_completed_in_a_pause(
+    loop: OpenAIAgentLoop, server: CompletionServer
+) -> None:
+    server.usual = Script(hold_end=True)  # it is finished, but the stream goes on
+    state = sample()
+    generating = asyncio.create_task(answered(loop, state))
+    await server.until(lambda seen: bool(seen.received) and seen.received[0].sent == BUDGET)
+    await delivered()
+    await loop.pause()
+    await generating
+    assert state.status is Status.COMPLETED
+    assert holds(state, ANSWER)
+
+
+async def test_a_pause_ends_a_member_that_waits_for_its_turn(server: CompletionServer) -> None:
+    server.usual = Script(hold_after=1)
+    async with loop_for(server, max_concurrency=1) as loop:
+        group = [sample(member) for member in range(3)]
+        generating = asyncio.create_task(loop.generate_group(group))
+        await server.until(lambda seen: bool(seen.received) and seen.received[0].sent == 1)
+        await delivered()
+        await loop.pause()
+        async with asyncio.timeout(1):
+            await generating
+    assert [state.status for state in group] == [Status.ABORTED] * 3
+    assert [state.response_ids is None for state in group].count(True) == 2
+    assert len(server.received) == 1
+
+
+@pytest.mark.parametrize("script", [Script(silent=True), Script(status=503)])
+async def test_a_pause_ends_waiting_for_a_server_and_for_the_next_attempt(
+    server: CompletionServer, script: Script
+) -> None:
+    server.usual = script
+    async with loop_for(server, backoff_s=30) as loop:
+        state = begun(2)
+        generating = asyncio.create_task(answered(loop, state, partial=True))
+        await server.until(lambda seen: len(seen.received) == 1)
+        await delivered()
+        await loop.pause()
+        async with asyncio.timeout(1):
+            await generating
+    assert (state.status, state.finish_reason) == (Status.ABORTED, "abort")
+    assert holds(state, ANSWER[:2])
+
+
+async def test_a_pause_before_the_first_token_leaves_no_response(
+    loop: OpenAIAgentLoop, server: CompletionServer
+) -> None:
+    server.usual = Script(silent=True)
+    state = sample()
+    generating = asyncio.create_task(answered(loop, state))
+    await server.until(lambda seen: len(seen.received) == 1)
+    await loop.pause()
+    await generating
+    assert (state.status, state.response, state.response_ids, state.logprobs) == (Status.ABORTED, None, None, None)
+
+
+async def test_a_cancelled_group_keeps_the_tokens_of_its_members(
+    loop: OpenAIAgentLoop, server: CompletionServer
+) -> None:
+    server.usual = Script(hold_after=4)
+    group = [sample(0), begun(2, rollout_id=1), sample(2)]
+    given = list(group)
+    generating = asyncio.create_task(loop.generate_group(group, enable_partial_rollout=True))
+    await server.until(lambda seen: [request.sent for request in seen.received] == [4, 4, 4])
+    await delivered()
+    generating.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await generating
+    assert [state is other for state, other in zip(group, given, strict=True)] == [True] * 3
+    assert [state.status for state in group] == [Status.ABORTED] * 3
+    assert holds(group[0], ANSWER[:4])
+    assert holds(group[1], ANSWER[:6])
+    assert holds(group[2], ANSWER[:4])
+    await server.until(lambda seen: seen.aborted == 3)
+
+
+async def test_many_pauses_leave_the_loop_as_able_as_before(server: CompletionServer) -> None:
+    async with loop_for(server, max_concurrency=2) as loop:
+        for turn in range(30):
+            generating = asyncio.create_task(loop.generate_group([sample(member) for member in range(4)]))
+            for _ in range(turn):
+                await asyncio.sleep(0)  # a little further each time: connecting, sending, reading
+            await loop.pause()
+            await generating
+            await loop.resume()
+        group = [sample(member) for member in range(4)]
+        async with asyncio.timeout(5):
+            await loop.generate_group(group)
+    assert all(holds(state, ANSWER) for state in group)
+
+
+# --- trouble that passes ------------------------------------------------------------------------------
+
+_PASSING = {
+    "refused": Script(refuse=True),
+    "408": Script(status=408, body=b"late"),
+    "425": Script(status=425, body=b"early"),
+    "429": Script(status=429, body=b"slow down", headers=(("Retry-After", "0"),)),
+    "500": Script(status=500, body=b"oh"),
+    "502": Script(status=502, body=b""),
+    "503": Script(status=503, body=b"starting"),
+    "504": Script(status=504, body=b"gateway"),
+    "garbage": Script(body=b"<html>maintenance</html>"),
+    "garbage as JSON": Script(plain=True, body=b"<html>maintenance</html>"),
+    "no text": Script(plain=True, body=b'{"choices": [{"text": "\xff"}]}'),
+    "a very deep document": Script(plain=True, body=b'{"error": ' + b"[" * 100_000),
+    "half a JSON document": Script(plain=True, body=b'{"choices": [{"text": "<1'),
+    "a body shorter than announced": Script(plain=True, body=b'{"choices": [', body_length=100),
+    "no JSON in the stream": Script(body=b"data: {oops\n\n", headers=(("Content-Type", "text/event-stream"),)),
+    "cut": Script(cut_after=4),
+    "cut at once": Script(cut_after=0),
+    "an end without a reason": Script(end_after=4),
+    "an error in the stream": Script(report_after=0),
+    "a refusal in the middle of a stream": Script(report_after=3, report_code=400),
+    "an error without a code": Script(report_after=0, report_code=None),
+    "silence": Script(silent=True),
+    "silence in the middle": Script(hold_after=4),
+}
+
+
+@pytest.mark.parametrize("trouble", _PASSING)
+async def test_trouble_that_passes_is_survived_without_losing_a_token(
+    server: CompletionServer, trouble: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.scripts.extend([_PASSING[trouble]] * 2)
+    async with loop_for(server, read_timeout_s=0.1 if "silence" in trouble else 5) as loop:
+        state = await answered(loop, sample())
+    assert holds(state, ANSWER)
+    assert (state.status, state.finish_reason) == (Status.COMPLETED, "length")
+    assert len(server.received) == 3
+    for request, later in zip(server.received, server.received[1:], strict=False):
+        assert (
+            later.body["prompt"]
+            == request.body["prompt"] + ANSWER[BUDGET - request.body["max_tokens"] :][: request.sent]
+        )
+        assert later.body["max_tokens"] == request.body["max_tokens"] - request.sent
+    retried = [record.getMessage() for record in caplog.records if record.name == "forebay.agent_loop.openai"]
+    assert len(retried) == 2
+    assert all(line.startswith(f"request_retried url={server.url}/completions attempt=2") for line in retried[:1])
+
+
+async def test_a_server_that_starts_late_is_waited_for() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    async with OpenAIAgentLoop(f"http://127.0.0.1:{port}/v1", "policy", backoff_s=0.001, max_retries=2) as loop:
+        with pytest.raises(EngineError, match="given up after 3 failed attempts in a row; the last one: ConnectError"):
+            await answered(loop, sample())
+
+
+async def test_giving_up_says_where_how_often_and_why(server: CompletionServer) -> None:
+    server.usual = Script(status=503, body=b"no engine")
+    async with loop_for(server, max_retries=2) as loop:
+        with pytest.raises(EngineError) as caught:
+            await answered(loop, sample())
+    assert str(caught.value) == (
+        f"{server.url}/completions: given up after 3 failed attempts in a row; the last one: status 503: no engine"
+    )
+    assert len(server.received) == 3
+
+
+async def test_a_silent_server_is_given_up(server: CompletionServer) -> None:
+    server.usual = Script(silent=True)
+    async with loop_for(server, read_timeout_s=0.01, max_retries=1) as loop:
+        with pytest.raises(EngineError, match="2 failed attempts in a row; the last one: ReadTimeout"):
+            await answered(loop, sample())
+    await server.until(lambda seen: seen.aborted == 2)
+
+
+async def test_new_tokens_start_the_count_of_retries_again(server: CompletionServer) -> None:
+    server.usual = Script(cut_after=1)
+    async with loop_for(server, max_retries=1) as loop:
+        state = await answered(loop, sample())
+    assert holds(state, ANSWER)
+    assert len(server.received) == BUDGET
+
+
+async def test_a_cut_after_the_last_token_needs_no_other_request(server: CompletionServer) -> None:
+    server.usual = Script(end_after=BUDGET)
+    async with loop_for(server, max_retries=0) as loop:
+        state = await answered(loop, sample())
+        assert (state.status, state.finish_reason) == (Status.COMPLETED, "length")
+        server.usual = Script(cut_after=5)
+        state = await answered(loop, sample(sample_params=SampleParams(stop_token_ids=(ANSWER[4],))))
+        assert (state.status, state.finish_reason) == (Status.COMPLETED, "stop")
+    assert holds(state, ANSWER[:5])
+    assert len(server.received) == 2
+
+
+async def test_the_server_says_when_to_come_back(server: CompletionServer) -> None:
+    server.scripts.append(Script(status=429, headers=(("Retry-After", "0.05"),), body=b"busy"))
+    async with loop_for(server) as loop:
+        start = time.monotonic()
+        await answered(loop, sample())
+        assert time.monotonic() - start >= 0.05
+
+
+@pytest.mark.parametrize("when", ["-1", "nan", "inf", "Wed, 21 Oct 2026 07:28:00 GMT", "9" * 400, ""])
+async def test_a_retry_after_of_another_kind_is_passed_over(server: CompletionServer, when: str) -> None:
+    server.scripts.append(Script(status=429, headers=(("Retry-After", when),), body=b"busy"))
+    async with loop_for(server) as loop:
+        assert holds(await answered(loop, sample()), ANSWER)
+
+
+async def test_a_server_that_does_not_say_goodbye_is_not_waited_for(
+    server: CompletionServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forebay.agent_loop.openai._FAREWELL_S", 0.01)
+    server.scripts.append(Script(hold_end=True))
+    async with loop_for(server) as loop:
+        assert holds(await answered(loop, sample()), ANSWER)
+        assert holds(await answered(loop, sample()), ANSWER)
+    assert len(server.received) == 2
+
+
+# --- trouble that stays -------------------------------------------------------------------------------
+
+_LASTING = {
+    "status 400: prompt too long": Script(status=400, body=b"prompt too long"),
+    "status 401": Script(status=401, body=b""),
+    "status 404: no such model": Script(status=404, body=b"no such model"),
+    "status 422": Script(status=422, body=b"x" * 100_000),
+    "status 307": Script(status=307, headers=(("Location", "http://127.0.0.1:1/"),), body=b""),
+    "status 501": Script(status=501, body=b""),
+    "text without token ids; the server must support `return_token_ids`": Script(ids=None),
+    "text without token ids; the server must": Script(ids=None, logprobs=None),
+    "text before the first token id": Script(
+        body=b'data: {"choices": [{"text": "a", "token_ids": []}]}\n\n',
+        headers=(("Content-Type", "text/event-stream"),),
+    ),
+    "1 token ids with 0 logprobs in one chunk; the server must give one for each token": Script(logprobs=-1),
+    "1 token ids with 0 logprobs": Script(logprobs=None),
+    "1 token ids with 2 logprobs": Script(logprobs=1),
+    "1 token ids with 0 logprobs in": Script(null_logprobs=True),
+    "5 token ids with 4 logprobs": Script(logprobs=-1, tokens_per_chunk=5),
+    "more tokens than max_tokens": Script(extra_tokens=1),
+    "error 400 in the answer: the engine stumbled": Script(report_after=0, report_code=400),
+    "another shape": Script(plain=True, body=b'{"choices": "many"}'),
+    "another shape than completions have": Script(plain=True, body=b"[1, 2]"),
+    "Expected `int` >= 0 - at `$.choices[0].token_ids[0]`": Script(
+        plain=True, body=b'{"choices": [{"token_ids": [-1]}]}'
+    ),
+    "a compressed answer": Script(body=b"\x1f\x8b", headers=(("Content-Encoding", "gzip"),)),
+}
+
+
+@pytest.mark.parametrize("message", _LASTING)
+async def test_trouble_that_stays_is_an_error_at_once(server: CompletionServer, message: str) -> None:
+    server.usual = _LASTING[message]
+    async with loop_for(server) as loop:
+        with pytest.raises(EngineError) as caught:
+            await answered(loop, sample())
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"{server.url}/completions: ")
+    assert len(str(caught.value)) < 500, "of a long body, the beginning"
+    assert len(server.received) == 1
+
+
+async def test_what_is_too_large_is_refused_before_it_is_kept(server: CompletionServer) -> None:
+    stream = (("Content-Type", "text/event-stream"),)
+    server.scripts.append(Script(body=b"data: " + b"x" * 500_000, headers=stream))
+    server.scripts.append(Script(body=b"data: " + b"x" * 5000 + b"\n", headers=stream))
+    server.scripts.append(Script(plain=True, body=b"[", body_length=10**15))
+    server.scripts.append(Script(plain=True, body=b"x" * 5000, body_length=-1))
+    async with loop_for(server, max_response_bytes=4096) as loop:
+        for _ in range(4):
+            with pytest.raises(EngineError, match=r"4096 bytes \(max_response_bytes\)"):
+                await answered(loop, sample())
+        assert holds(await answered(loop, sample()), ANSWER)
+
+
+async def test_one_member_that_fails_keeps_its_siblings(server: CompletionServer) -> None:
+    server.scripts.append(Script(status=400, body=b"not you"))
+    async with loop_for(server) as loop:
+        group = [sample(member) for member in range(4)]
+        await loop.generate_group(group)
+    statuses = [state.status for state in group]
+    assert (statuses.count(Status.COMPLETED), statuses.count(Status.FAILED)) == (3, 1)
+    failed = group[statuses.index(Status.FAILED)]
+    assert failed.error_msg == f"EngineError: {server.url}/completions: status 400: not you"
+    assert failed.response_ids is None
+    assert sorted(state.rollout_id or 0 for state in group) == [0, 1, 2, 3]
+
+
+async def test_a_closed_loop_says_so(server: CompletionServer) -> None:
+    loop = loop_for(server)
+    await loop.close()
+    await loop.close()
+    with pytest.raises(EngineError, match="closed; build a new one"):
+        await answered(loop, sample())
+
+
+# --- limits, keys, clients ----------------------------------------------------------------------------
+
+
+async def test_requests_in_flight_are_bounded_over_all_groups(server: CompletionServer) -> None:
+    server.usual = Script(hold_after=1)
+    async with loop_for(server, max_concurrency=3) as loop:
+        groups = [[sample(member) for member in range(4)] for _ in range(3)]
+        generating = [asyncio.create_task(loop.generate_group(group)) for group in groups]
+        await server.until(lambda seen: seen.active == 3)
+        await delivered()
+        assert len(server.received) == 3
+        server.go.set()
+        await asyncio.gather(*generating)
+    assert all(holds(state, ANSWER) for group in groups for state in group)
+    assert (len(server.received), server.most_active) == (12, 3)
+
+
+async def test_a_member_that_waits_for_its_next_attempt_holds_nobody_up(server: CompletionServer) -> None:
+    server.scripts.append(Script(status=503, body=b""))
+    async with loop_for(server, max_concurrency=1, backoff_s=30) as loop:
+        waiting = asyncio.create_task(answered(loop, sample()))
+        await server.until(lambda seen: len(seen.received) == 1)
+        assert holds(await answered(loop, sample(1)), ANSWER)
+        await loop.pause()
+        await waiting
+
+
+async def test_the_key_is_sent_as_bearer_and_shown_nowhere(
+    server: CompletionServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    key = "sk-very-secret"
+    server.scripts.append(Script(status=503, body=f"cannot take {key}".encode()))
+    server.scripts.append(Script(status=401, body=f"wrong key {key}".encode()))
+    async with loop_for(server, api_key=key) as loop:
+        group = [sample()]
+        await loop.generate_group(group)
+        assert group[0].error_msg == f"EngineError: {server.url}/completions: status 401: wrong key ***"
+        event = json.dumps({"error": {"message": key, "code": 400}}).encode()
+        for server.usual in (Script(status=500, body=key.encode()), Script(plain=True, body=event)):
+            group = [sample()]
+            await loop.generate_group(group)
+            assert str(group[0].error_msg).endswith(": ***")
+        assert key not in repr(loop) + caplog.text
+    assert {request.headers["authorization"] for request in server.received} == {f"Bearer {key}"}
+    with pytest.raises(InvalidConfig) as caught:
+        loop_for(server, api_key=key + "\n")
+    assert key not in str(caught.value)
+
+
+async def test_prompts_are_not_logged(server: CompletionServer, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="forebay")
+    server.scripts.append(Script(cut_after=3))
+    async with loop_for(server) as loop:
+        await answered(loop, sample(prompt_ids=[987654321, 123456789], message=[{"content": "tell me"}]))
+    assert "request_retried" in caplog.text
+    assert not any(part in caplog.text for part in ("987654321", "123456789", "tell me"))
+
+
+async def test_without_a_key_no_authorization_is_sent(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
+    await answered(loop, sample())
+    assert "authorization" not in server.received[0].headers
+    assert server.received[0].headers["accept-encoding"] == "identity"
+
+
+def test_certificates_are_verified_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(httpx.AsyncClient, "__init__", lambda self, **settings: asked.append(settings["verify"]))
+    for url in ("https://host/v1", "HTTPS://host/v1", "http://host/v1"):
+        OpenAIAgentLoop(url, "policy")
+    assert asked == [True, True, False]
+
+
+async def test_proxies_of_the_environment_are_not_used(
+    server: CompletionServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
+    async with loop_for(server, max_retries=0) as loop:
+        assert holds(await answered(loop, sample()), ANSWER)
+
+
+async def test_a_client_of_the_users_own_is_used_and_left_open(server: CompletionServer) -> None:
+    async with httpx.AsyncClient(headers={"X-Mine": "yes"}, follow_redirects=True, trust_env=False) as client:
+        async with loop_for(server, client=client) as loop:
+            await answered(loop, sample())
+            server.scripts.append(Script(status=302, headers=(("Location", f"{server.url}/completions"),), body=b""))
+            with pytest.raises(EngineError, match="status 302"):
+                await answered(loop, sample())
+        assert not client.is_closed
+    assert server.received[0].headers["x-mine"] == "yes"
+    assert len(server.received) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"base_url": "127.0.0.1:8000"}, "base_url is '127.0.0.1:8000'; expected a URL like"),
+        ({"base_url": "ftp://host/v1"}, "base_url is 'ftp://host/v1'"),
+        ({"base_url": "http://"}, "base_url is 'http://'"),
+        ({"base_url": None}, "base_url is None"),
+        ({"base_url": "http://host:port/v1"}, "base_url is 'http://host:port/v1'"),
+        ({"base_url": "http://me:hunter2@host/v1"}, "base_url has a user, a query or a fragment"),
+        ({"base_url": "http://host/v1?key=hunter2"}, "base_url has a user, a query or a fragment"),
+        ({"model": ""}, "model is ''"),
+        ({"sample_params": {"top_k": 1}}, "sample_params is {'top_k': 1}; expected SampleParams or None"),
+        ({"sample_params": SampleParams(max_tokens=0)}, "sample_params.max_tokens is 0; expected a whole number of at"),
+        ({"api_key": ""}, "api_key (not shown) is empty"),
+        ({"max_concurrency": 0}, "max_concurrency is 0; expected a whole number of at least 1"),
+        ({"max_concurrency": 1.5}, "max_concurrency is 1.5; expected a whole number"),
+        ({"max_concurrency": True}, "max_concurrency is True"),
+        ({"connect_timeout_s": 0}, "connect_timeout_s is 0; expected a number of seconds above 0"),
+        ({"read_timeout_s": -1}, "read_timeout_s is -1; expected a number of at least 0"),
+        ({"read_timeout_s": float("nan")}, "read_timeout_s is nan"),
+        ({"read_timeout_s": "9"}, "read_timeout_s is '9'"),
+        ({"max_retries": -1}, "max_retries is -1; expected a whole number of at least 0"),
+        ({"backoff_s": float("inf")}, "backoff_s is inf"),
+        ({"max_response_bytes": 0}, "max_response_bytes is 0"),
+        ({"extra_body": [1]}, "extra_body is [1]; expected a mapping"),
+        ({"extra_body": {"prompt": "x"}}, "extra_body has 'prompt', which the loop sets itself"),
+        ({"extra_body": {"n": 2}}, "extra_body has 'n'"),
+        ({"extra_body": {"temperature": 0}}, "extra_body has 'temperature'"),
+        ({"extra_body": {"x": object()}}, "extra_body cannot be written as JSON"),
+        ({"client": "httpx"}, "client is 'httpx'; expected an httpx.AsyncClient"),
+    ],
+)
+def test_wrong_settings_are_refused_with_what_was_expected(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        OpenAIAgentLoop(**({"base_url": "http://127.0.0.1:8000/v1", "model": "policy"} | settings))
+    assert message in str(caught.value)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_slash_at_the_end_of_the_url_does_not_matter() -> None:
+    assert OpenAIAgentLoop("http://127.0.0.1:8000/v1/", "policy").url == "http://127.0.0.1:8000/v1/completions"
+
+
+# --- the wire -----------------------------------------------------------------------------------------
+
+
+def test_a_stream_reads_the_same_wherever_it_is_cut() -> None:
+    stream = b': ping\r\n\r\ndata: {"a": 1}\n\ndata:{"b": 2}\r\n\r\nevent: x\ndata: [DONE]\n\ndata: unfinished'
+    for first in range(len(stream) + 1):
+        for second in (first, min(first + 3, len(stream))):
+            reader = EventReader(max_bytes=32)
+            payloads = reader.feed(stream[:first]) + reader.feed(stream[first:second]) + reader.feed(stream[second:])
+            assert payloads == [b'{"a": 1}', b'{"b": 2}', b"[DONE]"]
+
+
+def test_a_line_may_be_as_long_as_the_limit_and_no_longer() -> None:
+    assert EventReader(max_bytes=8).feed(b"data: ab\n") == [b"ab"]
+    for kept, more in ((b"", b"data: abc\n"), (b"", b"data: abc"), (b"data", b": abc"), (b"data", b": abc\n")):
+        reader = EventReader(max_bytes=8)
+        reader.feed(kept)
+        with pytest.raises(WrongAnswer, match="over 8 bytes"):
+            reader.feed(more)
+
+
+def test_errors_are_understood_in_every_form_that_servers_use() -> None:
+    for message in ({"error": {"message": "no", "code": 400}}, {"object": "error", "message": "no", "code": 400}):
+        with pytest.raises(WrongAnswer, match="error 400 in the answer: no"):
+            read_piece(json.dumps(message).encode(), begun=False)
+        with pytest.raises(Interrupted, match="error 400 in the answer: no"):
+            read_piece(json.dumps(message).encode(), begun=True)
+    with pytest.raises(Interrupted, match="error None in the answer: out of memory"):
+        read_piece(b'{"error": "out of memory"}', begun=False)
+
+
+async def test_text_that_was_held_back_may_come_without_ids(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
+    piece = read_piece(b'{"choices": [{"text": "tail", "token_ids": [], "finish_reason": "stop"}]}', begun=True)
+    assert piece == ([], [], "tail", "stop")
+    server.usual = Script(plain=True, body=b'{"choices": [{"text": "tail", "token_ids": [], "finish_reason": "stop"}]}')
+    state = await answered(loop, begun(1), partial=True)
+    assert (state.status, state.response) == (Status.COMPLETED, text_of(ANSWER[0]) + "tail")
+    assert list(state.response_ids or ()) == ANSWER[:1]
+
+
+@pytest.mark.parametrize(
+    "name", ["token_id:", "token_id:-1", "token_id:x", "token:1", "token_id:²", "token_id:" + "9" * 30]
+)
+def test_names_that_are_no_ids_are_not_taken_for_ids(name: str) -> None:
+    choice = {"text": "a", "logprobs": {"tokens": [name], "token_logprobs": [-1.0]}}
+    with pytest.raises(WrongAnswer, match="text without token ids"):
+        read_piece(json.dumps({"choices": [choice]}).encode(), begun=True)
