@@ -1,0 +1,20 @@
+"""How a batch is produced: strategies, what is under way, judging, and the numbers of it all."""
+
+from forebay.produce.filters import reject_truncated, reject_zero_std
+from forebay.produce.progress import NoProgress, Progress, TerminalProgress
+from forebay.produce.settings import Budgets, Timeouts
+from forebay.produce.strategy import AsyncProduceStrategy, ProduceStrategy, Production, SyncProduceStrategy
+
+__all__ = [
+    "AsyncProduceStrategy",
+    "Budgets",
+    "NoProgress",
+    "ProduceStrategy",
+    "Production",
+    "Progress",
+    "SyncProduceStrategy",
+    "TerminalProgress",
+    "Timeouts",
+    "reject_truncated",
+    "reject_zero_std",
+]

@@ -1,0 +1,241 @@
+"""What becomes of the members of a group around one attempt to generate them. Pure.
+
+Before: `prepare` makes what the agent loop gets. After: `collect` holds what it returned against what was issued,
+member by member, so that one bad answer costs that member and not its siblings; `settle_tries` counts the failures. A
+member that is finished (COMPLETED, or its finish reason says so) is never generated again: at the most it is judged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from forebay.agent_loop.base import failed_member
+from forebay.checks import check_group
+from forebay.errors import InvalidGroup, InvalidInput
+from forebay.prompts import independent
+from forebay.rollout import (
+    PROMPT_FIELDS,
+    RolloutState,
+    Status,
+    finish_status,
+    group_reward,
+    reset_response,
+    versioned_tokens,
+)
+
+__all__ = [
+    "collect",
+    "is_finished",
+    "leave_unjudged",
+    "new_rewards",
+    "new_tokens",
+    "prepare",
+    "refused_members",
+    "settle_tries",
+]
+
+
+def is_finished(state: RolloutState) -> bool:
+    """Whether nothing of a sample is left to generate."""
+    if state.status is Status.COMPLETED:
+        return True
+    return state.finish_reason is not None and finish_status(state.finish_reason) is Status.COMPLETED
+
+
+def leave_unjudged(state: RolloutState) -> None:
+    """Keep a finished sample for judging on its retry: drawn again like a stopped one, never generated again."""
+    if finish_status(state.finish_reason) is not Status.COMPLETED:
+        state.finish_reason = "stop"
+    state.status = Status.ABORTED
+
+
+def prepare(group: Sequence[RolloutState], *, partial: bool) -> tuple[list[RolloutState], list[RolloutState]]:
+    """What was issued, to be kept as it is, and the members for the agent loop, which are its own."""
+    issued = []
+    for state in group:
+        if is_finished(state):
+            state.status = Status.COMPLETED
+        else:
+            if not partial and (versioned_tokens(state) or state.response is not None):
+                state = reset_response(state)
+            state.status, state.finish_reason = Status.INIT, None
+        state.error_msg = None
+        issued.append(state)
+    return issued, [independent(state.__copy__()) for state in issued]
+
+
+def collect(
+    issued: Sequence[RolloutState], returned: object, *, partial: bool, missing: str | None = None
+) -> list[RolloutState]:
+    """The members after an attempt, each COMPLETED, ABORTED, FILTERED or FAILED with its error.
+
+    `missing`: why there is no answer for members that were not returned or have no status; None is the agent loop's
+    own fault.
+    """
+    answers: dict[int | None, list[RolloutState]] = {}
+    for state in returned if isinstance(returned, (list, tuple)) else ():
+        if isinstance(state, RolloutState) and isinstance(state.rollout_id, (int, np.integer)):
+            answers.setdefault(int(state.rollout_id), []).append(state)
+    members: list[RolloutState] = []
+    rollouts: dict[int | None, list[RolloutState]] = {}
+    for state in issued:
+        rollouts.setdefault(state.rollout_id, []).append(state)
+    for rollout_id, prompts in rollouts.items():
+        if all(prompt.status is Status.COMPLETED for prompt in prompts):
+            members += prompts  # kept as they were: the loop had nothing to do with them
+        else:
+            members += _answered(prompts[0], answers.get(rollout_id, ()), partial, missing)
+    _share_prompt(members)
+    return members
+
+
+def _answered(
+    prompt: RolloutState, answers: Sequence[RolloutState], partial: bool, missing: str | None
+) -> list[RolloutState]:
+    problem = _problem(prompt, answers)
+    if problem is None and any(answer.status is Status.INIT for answer in answers):
+        problem = missing or "the agent loop returned it without a status"
+    if problem is not None:
+        return [failed_member(prompt, missing if missing is not None and not answers else problem)]
+    for answer in answers:
+        answer.task_name, answer.group_id, answer.attempt = prompt.task_name, prompt.group_id, prompt.attempt
+        answer.num_tries = prompt.num_tries
+        _keep_prompt(answer, prompt)
+        if prompt.version_spans and not answer.version_spans and _continues(answer, prompt):
+            answer.version_spans = prompt.version_spans  # built anew by the loop, with tokens of older weights in front
+    failed = next((answer for answer in answers if answer.status is Status.FAILED), None)
+    if failed is not None:
+        return [failed_member(prompt, failed.error_msg or f"the engine ended with {failed.finish_reason!r}")]
+    if any(answer.status is Status.ABORTED for answer in answers):
+        # Segments collapse to the one that was issued: half a trace cannot be continued.
+        if len(answers) == 1 and is_finished(answers[0]):
+            answers[0].status = Status.COMPLETED  # stopped in the moment in which it was done
+            return list(answers)
+        kept = answers[0] if partial and len(answers) == 1 else reset_response(prompt)
+        kept.status = Status.ABORTED
+        return [kept]
+    return list(answers)
+
+
+def _keep_prompt(answer: RolloutState, prompt: RolloutState) -> None:
+    """What a sample that the loop built anew lacks of its prompt, which it may need to be generated again."""
+    for name in (*PROMPT_FIELDS, "sample_params", "session_id"):
+        if getattr(answer, name) is None:
+            setattr(answer, name, getattr(prompt, name))
+    for name in prompt.extra_fields.keys() - answer.extra_fields.keys():
+        answer.extra_fields[name] = prompt.extra_fields[name]
+
+
+def _continues(answer: RolloutState, prompt: RolloutState) -> bool:
+    """Whether a response begins with the tokens that there were before."""
+    before, after = prompt.response_ids, answer.response_ids
+    return before is not None and after is not None and list(after[: len(before)]) == list(before)
+
+
+def _problem(prompt: RolloutState, answers: Sequence[RolloutState]) -> str | None:
+    """What is wrong with the answers to one member, or None."""
+    if not answers:
+        return "the agent loop did not return it"
+    try:
+        for answer in answers:
+            if answer.group_id is not None and answer.group_id != prompt.group_id:
+                raise InvalidGroup(f"the agent loop returned it as a member of group {answer.group_id}")
+            if answer.task_name is not None and answer.task_name != prompt.task_name:
+                raise InvalidGroup(f"the agent loop returned it under task {answer.task_name!r}")
+            answer.attempt = prompt.attempt
+            if answer.status not in _STATUSES:
+                raise InvalidGroup(f"the agent loop returned it as {answer.status}")
+        check_group(answers, prompt.task_name or "")
+        group_reward(answers)
+    except (InvalidGroup, TypeError, ValueError, AttributeError) as error:
+        return str(error)
+    return None
+
+
+_STATUSES = (Status.COMPLETED, Status.ABORTED, Status.FAILED, Status.FILTERED, Status.INIT)
+
+
+def _share_prompt(members: Sequence[RolloutState]) -> None:
+    """The prompt is stored once for a group, though every member had a copy of its own to work with."""
+    first = members[0]
+    for name in PROMPT_FIELDS:
+        prompt = getattr(first, name)
+        if type(prompt) not in (list, dict):
+            continue
+        for state in members[1:]:
+            value = getattr(state, name)
+            if value is not prompt and type(value) is type(prompt) and _equal(value, prompt):
+                setattr(state, name, prompt)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except ValueError:  # arrays inside, and not the same ones
+        return False
+
+
+def settle_tries(
+    members: Sequence[RolloutState], issued: Sequence[RolloutState], max_tries: int, *, spend: bool = True
+) -> str | None:
+    """Count a try for every member that failed; back to ABORTED while it has tries left. The last error, if any.
+
+    Not `spend`: it was stopped from outside, which costs nothing.
+    """
+    tries = {state.rollout_id: state.num_tries for state in issued}
+    last = None
+    for state in members:
+        if state.status is not Status.FAILED:
+            continue
+        state.num_tries = tries[state.rollout_id] + (1 if spend else 0)
+        last = state.error_msg or "failed"
+        if not spend:
+            state.error_msg = None
+        if state.num_tries < max_tries:
+            state.status, state.finish_reason = Status.ABORTED, None
+    return last
+
+
+def refused_members(
+    members: Sequence[RolloutState], issued: Sequence[RolloutState], error: str, *, everyone: bool
+) -> list[RolloutState]:
+    """The members of a group that cannot be stored: those that are to blame (or everyone) FAILED, the others kept."""
+    from forebay.codec import encode_group  # imported here: only what is refused needs it
+
+    kept: list[RolloutState] = []
+    for rollout_id in dict.fromkeys(state.rollout_id for state in issued):
+        samples = [state for state in members if state.rollout_id == rollout_id]
+        try:
+            if everyone:
+                raise InvalidInput(error)
+            group_reward(samples)
+            encode_group(samples)
+            kept += samples
+        except InvalidInput:
+            prompt = next(state for state in issued if state.rollout_id == rollout_id)
+            kept.append(failed_member(prompt, error))
+    return kept
+
+
+def new_tokens(members: Sequence[RolloutState], issued: Sequence[RolloutState]) -> int:
+    """How many tokens an attempt brought; what it took away from a member that failed does not count."""
+    tokens: dict[int | None, int] = {}
+    for state in members:
+        tokens[state.rollout_id] = tokens.get(state.rollout_id, 0) + versioned_tokens(state)
+    for state in issued:
+        tokens[state.rollout_id] = tokens.get(state.rollout_id, 0) - versioned_tokens(state)
+    return sum(max(0, new) for new in tokens.values())
+
+
+def new_rewards(members: Sequence[RolloutState], rewarded: Collection[tuple[int | None, int]]) -> list[float]:
+    """The scores of the members that had none before."""
+    return [
+        float(state.reward["score"])
+        for state in members
+        if (state.rollout_id, state.segment) not in rewarded
+        and isinstance(state.reward, dict)
+        and state.reward.get("score") is not None
+    ]

@@ -1,0 +1,620 @@
+"""How a batch is produced: how many groups are in flight, which ones, and when to stop.
+
+Both strategies are one machine with two plans. It keeps as many groups in flight as are missing towards a target,
+draws what has to be generated again before new prompts, and looks again whenever the buffer changes or a group ends; it
+never polls. What is available is read from the ledger, so that nothing has to be remembered between calls, and a
+restart or a second producer changes nothing. `SyncProduceStrategy` starts what is missing and leaves nothing running.
+`AsyncProduceStrategy` runs ahead: it over-issues, and `pause` brings in what is still under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec.structs import asdict, replace
+
+from forebay.agent_loop.base import AgentLoop
+from forebay.arguments import checked_task
+from forebay.buffer import ReplayBuffer
+from forebay.checks import whole_number
+from forebay.errors import InvalidConfig, InvalidInput, TooManyFailures, TooManyRejections, WaitTimeout
+from forebay.ledger import LedgerLine, Place
+from forebay.produce.figures import Figures
+from forebay.produce.filters import Filter
+from forebay.produce.judge import GroupReward, Judge, SampleReward
+from forebay.produce.progress import Progress, default_progress
+from forebay.produce.rules import Plan, make_plan, over_issue, to_start, waiting_again
+from forebay.produce.settings import Budgets, Timeouts
+from forebay.produce.work import Steps, Works, look_at
+from forebay.rollout import Status
+from forebay.sampler import Sampler, SamplerWithReplayBuffer
+from forebay.staleness import Limits, stale_threshold, staleness
+from forebay.threads import see_through
+from forebay.waiting import RESOLUTION_S
+
+__all__ = ["AsyncProduceStrategy", "ProduceStrategy", "Production", "SyncProduceStrategy"]
+
+log = logging.getLogger(__name__)
+
+_WAITING = (Status.INIT, Status.EXPIRED, Status.ABORTED)
+
+
+class Production(msgspec.Struct, frozen=True, kw_only=True):
+    """How a call of `produce_batch` ended, in groups. `complete`: the target was reached; otherwise a pause came."""
+
+    task_name: str
+    complete: bool
+    target: int
+    available: int
+    started: int
+    tail: bool
+    seconds: float
+
+
+class _Task:
+    """What a strategy knows of one task."""
+
+    def __init__(self, works: Works) -> None:
+        self.works = works
+        self.drawing: asyncio.Future[int] | None = None
+        self.producing = False
+        self.pausing: set[asyncio.Task[Any]] = set()
+        self.paused: dict[AgentLoop, None] = {}  # for its order, as a set has none
+        self.recalled = False  # whether what an earlier run left was looked at
+        self.discarded: int | None = None  # groups of the ledger when this strategy first looked
+        self.sampler: tuple[Sampler | SamplerWithReplayBuffer, SamplerWithReplayBuffer] | None = None
+
+
+class ProduceStrategy:
+    """The machine that both strategies are. Not made directly."""
+
+    leaves_work_running: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        replay_buffer: ReplayBuffer,
+        *,
+        over_sample_threshold: float,
+        enable_partial_rollout: bool,
+        max_staleness: int,
+        max_token_staleness: int | None,
+        sync_weights_interval: int,
+        tail_batch_trigger_size: int,
+        tail_after: int,
+        max_tries: int,
+        reward_fn: SampleReward | None,
+        group_reward_fn: GroupReward | None,
+        is_valid_sample_fn: Filter | Sequence[Filter] | None,
+        should_continue_fn: Callable[[int, int], bool] | None,
+        timeouts: Timeouts | None,
+        budgets: Budgets | None,
+        progress: Progress | None,
+    ) -> None:
+        if not isinstance(replay_buffer, ReplayBuffer):
+            raise InvalidConfig(f"replay_buffer is {replay_buffer!r:.80}; expected a ReplayBuffer")
+        if (
+            isinstance(over_sample_threshold, bool)
+            or not isinstance(over_sample_threshold, (int, float))
+            or not 0 <= over_sample_threshold < math.inf
+        ):
+            raise InvalidConfig(f"over_sample_threshold is {over_sample_threshold!r}; expected a number from 0")
+        self.replay_buffer = replay_buffer
+        self.over_sample_threshold = over_sample_threshold
+        self.enable_partial_rollout = bool(enable_partial_rollout)
+        self.sync_weights_interval = whole_number("sync_weights_interval", sync_weights_interval, least=1)
+        self.stale_threshold = stale_threshold(max_staleness, sync_weights_interval)
+        self.token_stale_threshold = (
+            None if max_token_staleness is None else stale_threshold(max_token_staleness, sync_weights_interval)
+        )
+        self.tail_batch_trigger_size = whole_number("tail_batch_trigger_size", tail_batch_trigger_size, least=-1)
+        self.tail_after = whole_number("tail_after", tail_after, least=1)
+        self.max_tries = whole_number("max_tries", max_tries, least=1)
+        if should_continue_fn is not None and not callable(should_continue_fn):
+            raise InvalidConfig(f"should_continue_fn is {should_continue_fn!r:.80}; expected a function of (A, T)")
+        self.should_continue_fn = should_continue_fn
+        self.timeouts = Timeouts() if timeouts is None else timeouts
+        self.budgets = Budgets() if budgets is None else budgets
+        self.progress = default_progress() if progress is None else progress
+        filters = () if is_valid_sample_fn is None else is_valid_sample_fn
+        self.judge = Judge(
+            reward_fn=reward_fn,
+            group_reward_fn=group_reward_fn,
+            filters=(filters,) if callable(filters) else tuple(filters),
+        )
+        if self.enable_partial_rollout and self.stale_threshold == 1:
+            raise InvalidConfig(
+                "enable_partial_rollout with a stale threshold of 1 would throw every continued token away; raise "
+                f"max_staleness (it is {max_staleness}) or sync_weights_interval (it is {sync_weights_interval})"
+            )
+        if max_token_staleness is not None and max_token_staleness > max_staleness:
+            raise InvalidConfig(
+                f"max_token_staleness={max_token_staleness} is over max_staleness={max_staleness}: a sample would "
+                "expire before any of its tokens is masked; lower it"
+            )
+        self._tasks: dict[str, _Task] = {}
+
+    # --- producing ------------------------------------------------------------------------------------
+
+    async def produce_batch(
+        self,
+        agent_loop: AgentLoop,
+        sampler: Sampler | SamplerWithReplayBuffer,
+        batch_size: int,
+        task_name: str,
+        *,
+        train_step: int,
+        model_step: int,
+        target: int | None = None,
+    ) -> Production:
+        """Fill the buffer until a batch of COMPLETED groups is there for `train_step`.
+
+        `target`: how many groups of the task shall be available or trained in all (by default one batch more than
+        were taken so far). An exception or a cancel brings everything in flight back into the buffer first.
+        """
+        whole_number("train_step", train_step, least=1)
+        whole_number("model_step", model_step, least=0)
+        ahead = getattr(agent_loop, "takes_weights_while_running", False)  # it knows better which weights it has
+        if staleness(model_step, train_step) >= self.stale_threshold and not ahead:
+            raise InvalidInput(
+                f"what weights of model_step={model_step} generate is too old for train_step={train_step} when it "
+                f"arrives (the stale threshold is {self.stale_threshold}), so a batch would never fill; sync the "
+                "weights first, or raise max_staleness or sync_weights_interval"
+            )
+        return await self.produce(
+            agent_loop, sampler, batch_size, task_name, steps=Steps(train_step, model_step), target=target
+        )
+
+    async def produce(
+        self,
+        agent_loop: AgentLoop,
+        sampler: Sampler | SamplerWithReplayBuffer,
+        batch_size: int,
+        task_name: str,
+        *,
+        steps: Steps,
+        target: int | None = None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Production:
+        """As `produce_batch`, with clocks that may go on meanwhile: for managers. It ends early when `stopped()`."""
+        if not isinstance(agent_loop, AgentLoop):
+            raise InvalidInput(f"agent_loop is {agent_loop!r:.80}; expected an AgentLoop")
+        checked_task(task_name)
+        whole_number("batch_size", batch_size, least=0)
+        self._refuse_what_never_fits(batch_size)
+        task = self._task(task_name)
+        if task.producing:
+            raise InvalidInput(f"task {task_name!r} is being produced already; one call at a time")
+        bound = self._bound(task, sampler)
+        task.producing = True
+        try:
+            while task.pausing:
+                await asyncio.wait(tuple(task.pausing))
+            return await self._produce(task, agent_loop, bound, batch_size, steps, target, stopped)
+        except BaseException:
+            await self._stop(task)
+            task.works.broken = None  # of those that were stopped: the first error is the one to hear of
+            raise
+        finally:
+            task.producing = False
+
+    async def _produce(
+        self,
+        task: _Task,
+        agent_loop: AgentLoop,
+        sampler: SamplerWithReplayBuffer,
+        batch_size: int,
+        steps: Steps,
+        target: int | None,
+        stopped: Callable[[], bool],
+    ) -> Production:
+        loop = asyncio.get_running_loop()
+        began, works, task_name = loop.time(), task.works, task.works.task_name
+        pauses = works.pauses
+        await works.bring_back()
+        line = await self._line(task)
+        await self.replay_buffer.refresh_staleness(
+            task_stale_thresholds={task_name: self.stale_threshold}, current_train_step=steps.train_step
+        )
+        if target is None:
+            target = line.get("trained", 0) + line.get("leased", 0) + batch_size
+        if works.pauses == pauses and not stopped():
+            await self._resume(task, agent_loop)
+        if works.pauses == pauses and not stopped():  # else a pause came meanwhile, and this call ends at once
+            works.end_pause()
+        plan = await self._plan(task, batch_size)
+        started = 0
+
+        async def step() -> Production | None:
+            nonlocal started, plan
+            while True:
+                self._check(works, batch_size)
+                available = await self._available(task_name)
+                enough = not self._should_continue(available, target)
+                self.progress.update(task_name, available, target, works.in_flight, works.figures)
+                if enough or works.pausing or agent_loop.paused or stopped():  # another task may pause the loop
+                    return Production(
+                        task_name=task_name,
+                        complete=enough,
+                        target=target,
+                        available=available,
+                        started=started,
+                        tail=plan.tail,
+                        seconds=loop.time() - began,
+                    )
+                missing = to_start(target=target, available=available, budget=plan.budget, in_flight=works.in_flight)
+                if missing <= 0:
+                    return None
+                begun = await self._start(task, agent_loop, sampler, missing, plan.statuses, steps)
+                if not begun:
+                    begun = await self._start(task, agent_loop, sampler, missing, (), steps)
+                    if not begun and not len(works):
+                        # What waits for a tail must not keep the buffer full for ever.
+                        begun = await self._start(task, agent_loop, sampler, missing, _WAITING, steps)
+                    if not begun:
+                        return None  # there is no room: wait for some
+                elif works.stragglers and self.tail_batch_trigger_size >= 0:
+                    plan = replace(plan, budget=0, tail=True)  # before new ones are drawn, so that these finish
+                started += begun
+
+        what = f"task {task_name!r} to have {target} groups completed, leased or trained"
+        production = await self.replay_buffer.until(step, what, (task_name,))
+        if not self.leaves_work_running:
+            if works.pausing:
+                await works.wait(self.timeouts.pause_timeout_s)  # whoever pauses brings them in
+            await self._stop(task)
+        await self._line(task)
+        log.info(
+            "batch_produced task=%s complete=%s available=%d target=%d started=%d seconds=%.3f",
+            task_name, production.complete, production.available, target, started, production.seconds,
+        )  # fmt: skip
+        return production
+
+    async def _line(self, task: _Task) -> LedgerLine:
+        """The ledger of a task; what was discarded is counted there, whoever did it."""
+        line = (await self.replay_buffer.ledger()).get(task.works.task_name, {})
+        discarded = line.get("discarded", 0)
+        if task.discarded is None:
+            task.discarded = discarded
+        task.works.figures.discarded = discarded - task.discarded
+        return line
+
+    async def _resume(self, task: _Task, agent_loop: AgentLoop) -> None:
+        """Let go on what this task paused, and the loop that it is to use now, whoever paused that."""
+        if agent_loop.paused:
+            task.paused[agent_loop] = None
+        for paused in list(task.paused):
+            await paused.resume()
+            task.paused.pop(paused, None)
+
+    async def _start(
+        self,
+        task: _Task,
+        agent_loop: AgentLoop,
+        sampler: SamplerWithReplayBuffer,
+        missing: int,
+        again: Sequence[Status],
+        steps: Steps,
+    ) -> int:
+        """Draw up to `missing` groups, of the statuses or new ones, and start them; how many.
+
+        A pause finds a draw under way, and waits for it.
+        """
+        works = task.works
+        if works.pausing:
+            return 0
+        drawing = asyncio.ensure_future(self._draw(works, agent_loop, sampler, missing, again, steps))
+        task.drawing = drawing
+        try:
+            await asyncio.wait((drawing,))
+        except asyncio.CancelledError:
+            drawing.cancel()
+            await see_through(drawing)
+            look_at(drawing)
+            raise
+        finally:
+            task.drawing = None
+        return drawing.result()
+
+    async def _draw(
+        self,
+        works: Works,
+        agent_loop: AgentLoop,
+        sampler: SamplerWithReplayBuffer,
+        missing: int,
+        again: Sequence[Status],
+        steps: Steps,
+    ) -> int:
+        if again:
+            groups = await sampler.draw_again(missing, works.task_name, again, own=False)
+        else:
+            try:
+                groups = await sampler.draw(missing, works.task_name, (), timeout_s=0, own=False)
+            except WaitTimeout:
+                return 0
+        if works.pausing:
+            await works.give_back(groups)
+            return 0
+        for group in groups:
+            works.start(group, agent_loop, steps)
+        return len(groups)
+
+    async def _plan(self, task: _Task, batch_size: int) -> Plan:
+        works = task.works
+        counts = (await self.replay_buffer.count_statuses((works.task_name,), _WAITING))[works.task_name]
+        await self._look_for_stragglers(task)
+        return make_plan(
+            trigger=self.tail_batch_trigger_size,
+            waiting=waiting_again(counts[Status.EXPIRED], counts[Status.ABORTED], partial=self.enable_partial_rollout),
+            straggling=bool(works.stragglers),
+            partial=self.enable_partial_rollout,
+            budget=over_issue(self.over_sample_threshold, batch_size),
+        )
+
+    async def _look_for_stragglers(self, task: _Task) -> None:
+        """Those that an earlier run left, once; and those that left by another door are stragglers no longer."""
+        works = task.works
+        query: dict[str, Any] = {"task_name": works.task_name, "place": {"$in": [Place.BUFFERED, Place.IN_FLIGHT]}}
+        if not task.recalled:
+            waiting = await self.replay_buffer.query(query | {"status": {"$in": list(_WAITING)}})
+            works.stragglers |= {record.group_id for record in waiting if record.attempt >= self.tail_after}
+            task.recalled = True
+        elif works.stragglers:
+            some = sorted(works.stragglers)[:1000]
+            there = await self.replay_buffer.query(query | {"group_id": {"$in": some}})
+            works.stragglers -= {*some} - {record.group_id for record in there if record.status in _WAITING}
+
+    async def _available(self, task_name: str) -> int:
+        """A: buffered COMPLETED + leased + trained, as of one moment."""
+        return await self.replay_buffer.produced(task_name)
+
+    def _should_continue(self, available: int, target: int) -> bool:
+        if self.should_continue_fn is not None:
+            return bool(self.should_continue_fn(available, target))
+        return available < target
+
+    def _check(self, works: Works, batch_size: int) -> None:
+        """Raise if something broke, or too much went wrong in a row."""
+        broken, works.broken = works.broken, None
+        if broken is not None:
+            raise broken
+        limit = self.budgets.max_consecutive_failures
+        if works.failures_in_a_row >= limit:
+            works.failures_in_a_row = 0
+            raise TooManyFailures(
+                f"{limit} groups of task {works.task_name!r} in a row failed, and none was completed; the last error: "
+                f"{works.last_error}. Every group is back in the buffer; mend the cause, or raise "
+                "max_consecutive_failures"
+            )
+        limit = self.budgets.rejections(batch_size)
+        if works.rejections_in_a_row >= limit:
+            works.rejections_in_a_row = 0
+            raise TooManyRejections(
+                f"{limit} groups of task {works.task_name!r} in a row were filtered, and none was kept; the last "
+                f"reason: {works.last_error}. Loosen the filter, change the prompts, or raise "
+                "max_consecutive_rejections"
+            )
+
+    # --- pausing --------------------------------------------------------------------------------------
+
+    async def pause(self, task_name: str | None = None) -> float:
+        """Ask what is under way to end, and bring it in; the seconds that this took. Nothing is in flight afterwards.
+
+        Completed groups count; stopped ones keep their tokens if partial rollout is on. What does not end in time
+        is cancelled, and goes back with what it has. `produce_batch` resumes.
+        """
+        names = list(self._tasks) if task_name is None else [task_name]
+        tasks = [self._tasks[name] for name in names if name in self._tasks]
+        began = asyncio.get_running_loop().time()
+        await asyncio.gather(*[self._pause_task(task) for task in tasks])
+        return asyncio.get_running_loop().time() - began
+
+    async def _pause_task(self, task: _Task) -> None:
+        pausing = asyncio.current_task()
+        assert pausing is not None
+        task.pausing.add(pausing)
+        try:
+            await self._bring_in(task)
+        finally:
+            task.pausing.discard(pausing)
+
+    async def _bring_in(self, task: _Task) -> None:
+        loop = asyncio.get_running_loop()
+        works, began = task.works, loop.time()
+        works.begin_pause()
+        self.replay_buffer.nudge()
+        if task.drawing is not None:
+            await asyncio.wait((task.drawing,))
+        agent_loops = works.agent_loops
+        task.paused.update(dict.fromkeys(agent_loops))
+        requests: list[asyncio.Task[None]] = []
+        try:
+            while len(works):
+                left_s = self.timeouts.pause_timeout_s - (loop.time() - began)
+                if left_s <= RESOLUTION_S:
+                    log.warning("pause_timed_out task=%s groups=%d: cancelled", works.task_name, len(works))
+                    break
+                requests = [request for request in requests if not request.done()]
+                requests += [asyncio.create_task(self._ask(agent_loop)) for agent_loop in agent_loops]
+                await works.wait(min(self.timeouts.pause_interval_s, left_s))
+            await works.stop()
+        finally:
+            for request in requests:
+                request.cancel()
+            if requests:  # one that does not heed the cancel is left behind
+                await asyncio.wait(requests, timeout=self.timeouts.cancel_timeout_s)
+        works.figures.pauses += 1
+        works.figures.pause_s += loop.time() - began
+
+    async def _ask(self, agent_loop: AgentLoop) -> None:
+        try:
+            async with asyncio.timeout(self.timeouts.pause_request_timeout_s):
+                await agent_loop.pause()
+        except Exception as error:
+            log.warning("pause_request_failed loop=%s", type(agent_loop).__name__, exc_info=error)
+
+    async def close(self) -> None:
+        """Cancel what is under way; all of it is back in the buffer when this returns. Ends a `produce_batch`, too."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.works.begin_pause()
+        self.replay_buffer.nudge()
+        for task in tasks:
+            await self._stop(task)
+
+    async def _stop(self, task: _Task) -> None:
+        cancelled = None if task.drawing is None else await see_through(task.drawing)
+        await task.works.stop()
+        if cancelled is not None:
+            raise cancelled
+
+    # --- looking --------------------------------------------------------------------------------------
+
+    def in_flight(self, task_name: str) -> int:
+        """Groups under way."""
+        task = self._tasks.get(task_name)
+        return 0 if task is None else task.works.in_flight
+
+    def figures(self, task_name: str) -> Figures:
+        """Counts since this strategy was made; reading them resets nothing."""
+        return self._task(task_name).works.figures
+
+    def stats(self) -> dict[str, float]:
+        """Flat figures for any logger, as `forebay/<task>/produce/...`."""
+        flat: dict[str, float] = {}
+        for task_name, task in self._tasks.items():
+            flat |= task.works.figures.flat(task_name, task.works.in_flight)
+        return flat
+
+    # --- parts ----------------------------------------------------------------------------------------
+
+    def _task(self, task_name: str) -> _Task:
+        task = self._tasks.get(task_name)
+        if task is None:
+            limits = Limits(self.stale_threshold, self.token_stale_threshold, self.tail_batch_trigger_size >= 0)
+            self.replay_buffer.set_limits(checked_task(task_name), **asdict(limits))
+            works = Works(
+                task_name,
+                self.replay_buffer,
+                self.judge,
+                self.timeouts,
+                limits,
+                partial=self.enable_partial_rollout,
+                max_tries=self.max_tries,
+                tail_after=self.tail_after,
+            )
+            task = self._tasks[task_name] = _Task(works)
+        return task
+
+    def _bound(self, task: _Task, sampler: Sampler | SamplerWithReplayBuffer) -> SamplerWithReplayBuffer:
+        if task.sampler is not None and task.sampler[0] is sampler:
+            return task.sampler[1]
+        if isinstance(sampler, Sampler):
+            bound = sampler.with_buffer(self.replay_buffer)
+        elif isinstance(sampler, SamplerWithReplayBuffer):
+            bound = sampler
+            if bound.replay_buffer is not self.replay_buffer:
+                raise InvalidConfig("the sampler draws through another buffer than this strategy's; expected the same")
+        else:
+            raise InvalidInput(f"sampler is {sampler!r:.80}; expected a Sampler or a SamplerWithReplayBuffer")
+        task.sampler = (sampler, bound)
+        return bound
+
+    def _refuse_what_never_fits(self, batch_size: int) -> None:
+        limit = self.replay_buffer.max_groups
+        if limit is not None and batch_size > limit:
+            raise InvalidConfig(
+                f"a batch of {batch_size} groups never fits into a buffer of max_groups={limit}; raise max_groups"
+            )
+
+
+class SyncProduceStrategy(ProduceStrategy):
+    """Starts what is missing, replaces what is filtered or fails, returns when the batch is there; nothing runs on."""
+
+    def __init__(
+        self,
+        replay_buffer: ReplayBuffer,
+        *,
+        sync_weights_interval: int = 1,
+        max_tries: int = 3,
+        reward_fn: SampleReward | None = None,
+        group_reward_fn: GroupReward | None = None,
+        is_valid_sample_fn: Filter | Sequence[Filter] | None = None,
+        should_continue_fn: Callable[[int, int], bool] | None = None,
+        timeouts: Timeouts | None = None,
+        budgets: Budgets | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(
+            replay_buffer,
+            over_sample_threshold=0.0,
+            enable_partial_rollout=False,
+            max_staleness=0,
+            max_token_staleness=None,
+            sync_weights_interval=sync_weights_interval,
+            tail_batch_trigger_size=0,
+            tail_after=3,
+            max_tries=max_tries,
+            reward_fn=reward_fn,
+            group_reward_fn=group_reward_fn,
+            is_valid_sample_fn=is_valid_sample_fn,
+            should_continue_fn=should_continue_fn,
+            timeouts=timeouts,
+            budgets=budgets,
+            progress=progress,
+        )
+
+
+class AsyncProduceStrategy(ProduceStrategy):
+    """Runs ahead: over-issues, continues what was interrupted, keeps stragglers from starving.
+
+    `over_sample_threshold`: how many groups beyond the target to run, as a share of the batch. `max_staleness` and
+    `max_token_staleness` count weight updates. `tail_batch_trigger_size`: -1 drops what expired, 0 generates it again
+    at once, N waits for N of them and then runs them first, without over-issue; a group that was returned
+    `tail_after` times has that effect, too.
+    """
+
+    leaves_work_running = True
+
+    def __init__(
+        self,
+        replay_buffer: ReplayBuffer,
+        *,
+        over_sample_threshold: float = 0.0,
+        enable_partial_rollout: bool = False,
+        max_staleness: int = 0,
+        max_token_staleness: int | None = None,
+        sync_weights_interval: int = 1,
+        tail_batch_trigger_size: int = 0,
+        tail_after: int = 3,
+        max_tries: int = 3,
+        reward_fn: SampleReward | None = None,
+        group_reward_fn: GroupReward | None = None,
+        is_valid_sample_fn: Filter | Sequence[Filter] | None = None,
+        should_continue_fn: Callable[[int, int], bool] | None = None,
+        timeouts: Timeouts | None = None,
+        budgets: Budgets | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        super().__init__(
+            replay_buffer,
+            over_sample_threshold=over_sample_threshold,
+            enable_partial_rollout=enable_partial_rollout,
+            max_staleness=max_staleness,
+            max_token_staleness=max_token_staleness,
+            sync_weights_interval=sync_weights_interval,
+            tail_batch_trigger_size=tail_batch_trigger_size,
+            tail_after=tail_after,
+            max_tries=max_tries,
+            reward_fn=reward_fn,
+            group_reward_fn=group_reward_fn,
+            is_valid_sample_fn=is_valid_sample_fn,
+            should_continue_fn=should_continue_fn,
+            timeouts=timeouts,
+            budgets=budgets,
+            progress=progress,
+        )

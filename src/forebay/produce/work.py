@@ -1,0 +1,411 @@
+"""Groups under way: each from its draw until it is back in the buffer.
+
+One `Works` has all that a strategy has in flight for one task, and nobody else starts, stops or finishes those. Every
+group walks the same way in a task of its own: generate, judge, put. However that ends (an answer, an exception, a
+cancel, a timeout, a loop that does not even heed a cancel), the group goes back into the buffer, once, under the
+attempt that it was drawn with (G3). If the store fails just then, it is kept here and put again at the next
+opportunity. A finished one is counted, once, and wakes the strategy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from forebay.agent_loop.base import AgentLoop
+from forebay.buffer import ReplayBuffer
+from forebay.errors import BufferClosed, DuplicateGroup, InvalidInput, LostLease
+from forebay.produce.figures import Figures, Outcome
+from forebay.produce.judge import Judge, fail_judging, set_aside
+from forebay.produce.members import collect, new_rewards, new_tokens, prepare, refused_members, settle_tries
+from forebay.produce.settings import Timeouts
+from forebay.prompts import independent
+from forebay.rollout import RolloutState, Status, group_status
+from forebay.staleness import EXPIRABLE, Limits, expire_members
+from forebay.threads import see_through
+from forebay.waiting import RESOLUTION_S
+
+__all__ = ["Steps", "Works", "look_at"]
+
+log = logging.getLogger(__name__)
+
+
+class Steps:
+    """The two clocks of a task as its producer sees them: who will train on what comes back, and what generates now."""
+
+    def __init__(self, train_step: int, model_step: int) -> None:
+        self.train_step = train_step
+        self.model_step = model_step
+
+
+class _Return(NamedTuple):
+    """A group on its way back; `tell` gets it as it was put, its status there, and an error that this brought."""
+
+    members: list[RolloutState]
+    issued: Sequence[RolloutState]
+    train_step: int | None
+    model_step: int | None
+    tell: Callable[[Sequence[RolloutState], Status | None, str | None], None]
+
+
+class Works:
+    """What is in flight for one task."""
+
+    def __init__(
+        self,
+        task_name: str,
+        buffer: ReplayBuffer,
+        judge: Judge,
+        timeouts: Timeouts,
+        limits: Limits,
+        *,
+        partial: bool,
+        max_tries: int,
+        tail_after: int,
+    ) -> None:
+        self.task_name = task_name
+        self.figures = Figures()
+        self.failures_in_a_row = 0
+        self.rejections_in_a_row = 0
+        self.last_error: str | None = None
+        self.broken: BaseException | None = None
+        self.stragglers: set[int] = set()
+        self.pausing = False
+        self.pauses = 0  # asked for so far
+        self._buffer = buffer
+        self._judge = judge
+        self._timeouts = timeouts
+        self._limits = limits
+        self._partial = partial
+        self._max_tries = max_tries
+        self._tail_after = tail_after
+        self._running: dict[asyncio.Task[None], AgentLoop] = {}
+        self._unbegun: dict[asyncio.Task[None], list[RolloutState]] = {}
+        self._returning: set[asyncio.Task[None]] = set()
+        self._back: set[asyncio.Task[None]] = set()  # of those that are running
+        self._late: list[_Return] = []  # the store failed when they were put
+        self._pause: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        """Tasks that have not ended."""
+        return len(self._running) + len(self._returning)
+
+    @property
+    def in_flight(self) -> int:
+        """Groups that are not back in the buffer; a task outlives the return of its group by a moment."""
+        return len(self) - len(self._back)
+
+    @property
+    def agent_loops(self) -> list[AgentLoop]:
+        """The loops that are generating, each once."""
+        return list(dict.fromkeys(self._running.values()))
+
+    def start(self, group: Sequence[RolloutState], agent_loop: AgentLoop, steps: Steps) -> None:
+        """Have a drawn group generated; it is ours until it is back in the buffer."""
+        name = f"group {group[0].group_id} of {self.task_name}"
+        attempt = group[0].attempt or 0
+        if attempt > self._tail_after:
+            self.stragglers.add(group[0].group_id or 0)
+        # An eager start would run the user's code inside the strategy's own step.
+        task = asyncio.create_task(self._walk(list(group), agent_loop, steps), name=name)
+        self._running[task] = agent_loop
+        self._unbegun[task] = list(group)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._running.pop(task, None)
+        self._back.discard(task)
+        self._returning.discard(task)
+        unbegun = self._unbegun.pop(task, None)
+        if unbegun is not None:
+            # Cancelled before its first step: its own code, which brings groups back, never ran.
+            returning = asyncio.ensure_future(self.give_back([unbegun]))
+            self._returning.add(returning)
+            returning.add_done_callback(self._ended)
+        error = None if task.cancelled() else task.exception()
+        self.broken = self.broken or error
+        self._buffer.nudge()
+
+    async def stop(self) -> None:
+        """Cancel everything; all of it is back in the buffer when this returns, also if the caller is cancelled."""
+        cancelled = None
+        while len(self):
+            for task in self._running:
+                task.cancel()
+            ending = asyncio.gather(*self._running, *self._returning, return_exceptions=True)
+            cancelled = await see_through(ending) or cancelled
+        if self._late:
+            late = asyncio.ensure_future(self.bring_back())
+            cancelled = await see_through(late) or cancelled
+            look_at(late)
+        if cancelled is not None:
+            raise cancelled
+
+    async def give_back(self, groups: Sequence[list[RolloutState]]) -> None:
+        """Return groups that were drawn and not started, as ABORTED with what they have."""
+        for group in groups:
+            for state in group:
+                if state.status is not Status.COMPLETED:
+                    state.status = Status.ABORTED
+            self._late.append(_Return(group, group, None, None, lambda stored, status, error: None))
+        returning = asyncio.ensure_future(self.bring_back())
+        cancelled = await see_through(returning)
+        returning.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def bring_back(self) -> None:
+        """Put what the store did not take before. What it does not take now either stays for the next time."""
+        waiting, self._late = self._late, []
+        failed: Exception | None = None
+        try:
+            while waiting:
+                try:
+                    await self._store(waiting[0])
+                except Exception as error:
+                    failed = failed or error
+                    self._late.append(waiting[0])
+                waiting.pop(0)
+        finally:
+            self._late += waiting
+        if failed is not None:
+            log.warning("groups_not_returned task=%s groups=%d", self.task_name, len(self._late), exc_info=failed)
+            raise failed
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until nothing is in flight, or for so long."""
+        if len(self):
+            await asyncio.wait((*self._running, *self._returning), timeout=timeout_s)
+
+    def begin_pause(self) -> None:
+        """From now on judging is short of time, and nothing is to be started."""
+        self.pausing = True
+        self.pauses += 1
+        if self._pause is not None and not self._pause.done():
+            self._pause.set_result(None)
+
+    def end_pause(self) -> None:
+        self.pausing = False
+        if self._pause is not None and self._pause.done():
+            self._pause = None  # otherwise somebody waits for it, and shall hear of the next one
+
+    # --- the walk of one group ------------------------------------------------------------------------
+
+    async def _walk(self, group: list[RolloutState], agent_loop: AgentLoop, steps: Steps) -> None:
+        self._unbegun.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
+        clock = asyncio.get_running_loop().time
+        started, model_step = clock(), steps.model_step
+        issued, working = prepare(group, partial=self._partial)
+        rewarded = {(state.rollout_id, state.segment) for state in issued if state.reward is not None}
+        cancelled, seconds, tokens = None, None, 0
+        try:
+            members, error, cancelled = await self._generate(issued, working, agent_loop)
+            seconds = None if members is issued else clock() - started
+            tokens = new_tokens(members, issued)
+            if cancelled is None:
+                judge_error, cancelled = await self._judged(members)
+                error = judge_error or error
+            elif not self._judge.idle:
+                set_aside(members)
+        except Exception as wrong:
+            # A value that nobody thought of, in a sample; whatever it is, the group goes back.
+            log.exception("group_mishandled task=%s group=%s", self.task_name, issued[0].group_id)
+            members = refused_members((), issued, f"{type(wrong).__name__}: {wrong}", everyone=True)
+            error = settle_tries(members, issued, self._max_tries)
+        task = asyncio.current_task()
+        assert task is not None
+
+        def count(stored: Sequence[RolloutState], status: Status | None, refused: str | None) -> None:
+            if task in self._running:
+                self._back.add(task)
+            failure = refused or error
+            self._count(
+                Outcome(
+                    group_id=issued[0].group_id or 0,
+                    attempt=issued[0].attempt or 0,
+                    status=status,
+                    samples=len(stored),
+                    tokens=tokens,
+                    seconds=seconds,
+                    failed=failure is not None,
+                    error=failure or (stored[0].error_msg if status is Status.FILTERED else None),
+                    rewards=new_rewards(stored, rewarded),
+                )
+            )
+
+        back = _Return(members, issued, steps.train_step, model_step, count)
+        storing = asyncio.ensure_future(self._store(back))
+        cancelled = await see_through(storing) or cancelled
+        if storing.cancelled() or storing.exception() is not None:
+            self._late.append(back)
+        storing.result()
+        if cancelled is not None:
+            raise cancelled
+
+    async def _generate(
+        self, issued: list[RolloutState], working: list[RolloutState], agent_loop: AgentLoop
+    ) -> tuple[list[RolloutState], str | None, asyncio.CancelledError | None]:
+        """The members as they came back, an error that cost a try, and a cancel meanwhile."""
+        if all(state.status is Status.COMPLETED for state in issued):
+            return issued, None, None  # they wait to be judged, only
+        generating = asyncio.ensure_future(self._call(agent_loop, working))
+        cancelled = None
+        try:
+            await asyncio.wait((generating,), timeout=self._timeouts.group_timeout_s)
+        except asyncio.CancelledError as stopped:
+            cancelled = stopped
+        in_time = generating.done()
+        if not in_time:
+            cancelled = await self._cancel(generating) or cancelled
+        returned: object = working
+        if not generating.done():
+            # It goes on changing them, and must not change what is stored.
+            returned = [independent(state.__copy__()) for state in working if isinstance(state, RolloutState)]
+        elif not generating.cancelled() and generating.exception() is None:
+            returned = generating.result()
+        if cancelled is not None or (in_time and generating.cancelled() and (self.pausing or agent_loop.paused)):
+            return self._what_there_is(issued, returned), None, cancelled
+        if not in_time:
+            missing = f"not generated within group_timeout_s={self._timeouts.group_timeout_s:g}"
+        elif generating.cancelled():
+            missing = "the agent loop cancelled itself"
+        elif (raised := generating.exception()) is not None:
+            log.warning("agent_loop_raised task=%s group=%s", self.task_name, issued[0].group_id, exc_info=raised)
+            missing = f"the agent loop raised {type(raised).__name__}: {raised}"
+        else:
+            missing = None
+        if missing is not None:
+            returned = self._finished(returned)
+        members = collect(issued, returned, partial=self._partial, missing=missing)
+        return members, settle_tries(members, issued, self._max_tries), None
+
+    async def _call(self, agent_loop: AgentLoop, working: list[RolloutState]) -> object:
+        # In a coroutine of ours, so that one that is no coroutine function fails like any other.
+        return await agent_loop.generate_group(working, enable_partial_rollout=self._partial)
+
+    def _finished(self, returned: object) -> list[RolloutState]:
+        states = returned if isinstance(returned, (list, tuple)) else ()
+        return [state for state in states if isinstance(state, RolloutState) and state.status == Status.COMPLETED]
+
+    def _what_there_is(self, issued: Sequence[RolloutState], returned: object) -> list[RolloutState]:
+        """The members of a group that was stopped: those with an answer keep it, partial ones if they can go on."""
+        for state in returned if isinstance(returned, (list, tuple)) else ():
+            if isinstance(state, RolloutState) and state.status == Status.INIT:
+                state.status = Status.ABORTED
+        members = collect(issued, returned, partial=self._partial, missing="stopped")
+        settle_tries(members, issued, self._max_tries + 1, spend=False)
+        return members
+
+    async def _cancel(self, future: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+        """Cancel, and give it a moment to end; a further cancel of ours waits for that, too, and is returned."""
+        future.cancel()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeouts.cancel_timeout_s
+        cancelled = None
+        while not future.done() and (left_s := deadline - loop.time()) > RESOLUTION_S:
+            try:
+                await asyncio.wait((future,), timeout=left_s)
+            except asyncio.CancelledError as again:
+                cancelled = again
+        if not future.done():
+            log.warning("agent_loop_ignores_cancel task=%s: left behind, its group goes back", self.task_name)
+            future.add_done_callback(look_at)
+        else:
+            look_at(future)
+        return cancelled
+
+    async def _judged(self, members: list[RolloutState]) -> tuple[str | None, asyncio.CancelledError | None]:
+        """Reward and filter; the error, if it cost a try, and a cancel meanwhile. In a pause there is little time."""
+        if self._judge.idle:
+            return None, None
+        judging = asyncio.ensure_future(self._judge.judge(members, self._max_tries))
+        cancelled, hurried = None, False
+        try:
+            await asyncio.wait(
+                (judging, self._pause_future()),
+                timeout=self._timeouts.group_timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            hurried = self.pausing
+            if not judging.done() and hurried:
+                await asyncio.wait((judging,), timeout=self._timeouts.judge_timeout_s)
+        except asyncio.CancelledError as stopped:
+            cancelled = stopped
+        in_time = judging.done()
+        if not in_time:
+            cancelled = await self._cancel(judging) or cancelled
+        if not judging.done():
+            members[:] = [independent(state.__copy__()) for state in members]  # it goes on changing the others
+        elif not judging.cancelled():
+            return judging.result(), cancelled
+        if cancelled is not None or (hurried and not in_time):
+            set_aside(members)
+            return None, cancelled
+        within = f"not judged within group_timeout_s={self._timeouts.group_timeout_s:g}"
+        return fail_judging(members, "judging cancelled itself" if in_time else within, self._max_tries), None
+
+    def _pause_future(self) -> asyncio.Future[None]:
+        loop = asyncio.get_running_loop()
+        if self._pause is None or self._pause.get_loop() is not loop:  # strategies outlive event loops, as buffers do
+            self._pause = loop.create_future()
+            if self.pausing:
+                self._pause.set_result(None)
+        return self._pause
+
+    async def _store(self, back: _Return) -> None:
+        """Put a group, without what cannot be stored of it; it is counted in the very turn in which it is back."""
+        members, error = back.members, None
+        for resort in ("as it is", "without those that are refused", "without any"):
+            try:
+                await self._buffer.put(
+                    members, self.task_name, model_step=back.model_step, current_train_step=back.train_step
+                )
+            except (LostLease, BufferClosed, DuplicateGroup) as gone:
+                # Someone else has it, the buffer gave back all that was in flight, or a put that failed was done.
+                log.info("group_gone task=%s group=%s reason=%s", self.task_name, back.issued[0].group_id, gone)
+                back.tell(members, None, error)
+                return
+            except InvalidInput as refused:
+                if resort == "without any":
+                    raise
+                log.warning("group_refused task=%s group=%s error=%s", self.task_name, back.issued[0].group_id, refused)
+                error = f"what the agent loop returned cannot be stored: {refused}"
+                everyone = resort == "without those that are refused"
+                members = refused_members(members, back.issued, error, everyone=everyone)
+                settle_tries(members, back.issued, self._max_tries)
+            else:
+                back.tell(members, self._status_of(members, back.train_step), error)
+                return
+
+    def _status_of(self, members: Sequence[RolloutState], train_step: int | None) -> Status | None:
+        """As what a group that was put is in the buffer; None if it was too old, and went."""
+        status = group_status(members)
+        if train_step is None or status not in EXPIRABLE:
+            return status
+        if expire_members(members, self._limits.floors(train_step)) is None:
+            return status
+        return Status.EXPIRED if self._limits.retryable else None
+
+    def _count(self, outcome: Outcome) -> None:
+        self.figures.count(outcome)
+        if outcome.failed:
+            self.failures_in_a_row += 1
+            self.last_error = outcome.error
+        if outcome.status is Status.COMPLETED:
+            self.failures_in_a_row = self.rejections_in_a_row = 0
+        elif outcome.status is Status.FILTERED:
+            self.rejections_in_a_row += 1
+            self.last_error = outcome.error or self.last_error
+        if outcome.status not in (Status.COMPLETED, Status.FAILED, Status.FILTERED, None):
+            if outcome.attempt >= self._tail_after:
+                self.stragglers.add(outcome.group_id)
+        else:
+            self.stragglers.discard(outcome.group_id)
+
+
+def look_at(future: asyncio.Future[Any]) -> None:
+    """Take note of an exception that nobody else will, so that asyncio does not complain of it."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,650 @@
+"""The door for results: rewarded once, filtered when whole, and never lost to a judge that stumbles."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forebay import (
+    FunctionAgentLoop,
+    InvalidConfig,
+    ReplayBuffer,
+    RolloutState,
+    Status,
+    Timeouts,
+    TooManyFailures,
+    reject_truncated,
+    reject_zero_std,
+)
+from forebay.produce.judge import Judge
+from forebay.storage.sqlite import SQLiteStorage
+from forebay.testing import make_group, simulate
+from tests.test_strategy import (
+    TASK,
+    Counted,
+    Producer,
+    after,
+    answer,
+    at_once,
+    ids,
+    never,
+    now,
+    running_ahead,
+    simulated,
+    statuses,
+)
+
+
+def rewards(group: Sequence[RolloutState]) -> list[Any]:
+    return [state.reward for state in group]
+
+
+def judged(group: list[RolloutState], *, max_tries: int = 3, **functions: Any) -> str | None:
+    return simulate.run(lambda: Judge(**functions).judge(group, max_tries))
+
+
+def finished(members: int = 2) -> list[RolloutState]:
+    group = make_group(members)
+    for index, state in enumerate(group):
+        state.rollout_id, state.finish_reason = index, "stop"
+    return group
+
+
+# --- rewards ----------------------------------------------------------------------------------------------
+
+
+async def soon(value: Any) -> Any:
+    await asyncio.sleep(1)
+    return value
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, soon], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("value", "reward"),
+    [
+        (0.5, {"score": 0.5}),
+        (1, {"score": 1.0}),
+        (True, {"score": 1.0}),
+        (np.float32(0.25), {"score": 0.25}),
+        (np.int64(3), {"score": 3.0}),
+        (np.bool_(False), {"score": 0.0}),
+        ({"score": 0.5, "format": "ok"}, {"score": 0.5, "format": "ok"}),
+        ({"format": "ok"}, {"format": "ok"}),
+        (None, None),
+    ],
+)
+def test_what_a_reward_may_be(value: Any, reward: Any, wrap: Callable[[Any], Any]) -> None:
+    group = finished()
+    assert judged(group, reward_fn=lambda state: wrap(value)) is None
+    assert rewards(group) == [reward, reward]
+    assert statuses(group) == [Status.COMPLETED] * 2
+    group = finished()
+    assert judged(group, group_reward_fn=lambda members: wrap([value] * len(members))) is None
+    assert rewards(group) == [reward, reward]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, "good", [1.0], {"score": "high"}, {"score": math.nan}, object()])
+def test_what_a_reward_may_not_be_costs_a_try_and_no_work(value: Any) -> None:
+    """A score of a group that was no number went into the samples, which then could not be stored."""
+    for functions in ({"reward_fn": lambda state: value}, {"group_reward_fn": lambda members: [0.5, value]}):
+        group = finished()
+        assert judged(group, **functions) is not None
+        assert statuses(group) == [Status.ABORTED] * 2
+        assert [state.num_tries for state in group] == [1, 1]
+        assert rewards(group) == [None, None]
+        assert [state.response for state in group] == ["391", "391"]
+        assert all(state.error_msg for state in group)
+
+
+@pytest.mark.parametrize("value", [[1.0], [1.0] * 3, 5, "ab", {"a": 1, "b": 2}])
+def test_rewards_of_a_group_are_as_many_as_its_members(value: Any) -> None:
+    group = finished()
+    assert judged(group, group_reward_fn=lambda members: value) is not None
+    assert rewards(group) == [None, None]
+    assert statuses(group) == [Status.ABORTED] * 2
+
+
+def test_rewards_of_a_group_may_be_an_array_or_none() -> None:
+    group = finished()
+    assert judged(group, group_reward_fn=lambda members: np.array([0.0, 1.0])) is None
+    assert rewards(group) == [{"score": 0.0}, {"score": 1.0}]
+    assert judged(group, group_reward_fn=lambda members: None) is None
+    assert rewards(group) == [{"score": 0.0}, {"score": 1.0}]  # it leaves what the loop gave
+
+
+def test_samples_are_rewarded_at_the_same_time() -> None:
+    async def main() -> float:
+        await Judge(reward_fn=lambda state: soon(0.5)).judge(finished(8), 3)
+        return now()
+
+    assert simulate.run(main) == 1
+
+
+def test_one_reward_that_raises_keeps_no_sibling_from_its_own() -> None:
+    def some(state: RolloutState) -> float:
+        if state.rollout_id == 1:
+            raise KeyError("gold")
+        return 0.5
+
+    async def later(state: RolloutState) -> float:
+        await asyncio.sleep(1)
+        return some(state)
+
+    for function in (some, later):
+        group = finished(3)
+        assert judged(group, reward_fn=function) == "the reward raised KeyError: 'gold'"
+        assert rewards(group) == [{"score": 0.5}, None, {"score": 0.5}]
+        assert statuses(group) == [Status.COMPLETED, Status.ABORTED, Status.COMPLETED]
+        assert [state.num_tries for state in group] == [0, 1, 0]
+
+
+def test_a_reward_that_cancels_itself_is_a_failure_like_any_other() -> None:
+    async def cancels(state: RolloutState) -> float:
+        if state.rollout_id == 1:
+            raise asyncio.CancelledError
+        return 0.5
+
+    group = finished()
+    assert "cancelled itself" in (judged(group, reward_fn=cancels) or "")
+    assert rewards(group) == [{"score": 0.5}, None]
+
+
+def test_rewards_that_the_agent_loop_gave_are_kept() -> None:
+    group = finished()
+    group[0].reward = {"score": 9.0}
+    judged(group, reward_fn=lambda state: 0.5)
+    assert rewards(group) == [{"score": 9.0}, {"score": 0.5}]
+
+
+def test_only_finished_members_are_rewarded_and_only_whole_groups_judged_together() -> None:
+    seen: list[int | None] = []
+
+    def reward(state: RolloutState) -> float:
+        seen.append(state.rollout_id)
+        return 0.5
+
+    def unexpected(group: list[RolloutState]) -> Any:
+        raise AssertionError("the group is not whole")
+
+    for status in (Status.ABORTED, Status.FAILED):
+        group = finished()
+        group[1].status, group[1].finish_reason = status, None
+        assert judged(group, reward_fn=reward, filters=(unexpected,)) is None
+        assert judged(group, group_reward_fn=unexpected) is None
+    assert seen == [0, 0]
+
+
+def test_one_kind_of_reward_is_enough() -> None:
+    with pytest.raises(InvalidConfig, match="one of them"):
+        Judge(reward_fn=lambda state: 1, group_reward_fn=lambda group: [1])
+    with pytest.raises(InvalidConfig, match="no function"):
+        Judge(filters=(5,))  # type: ignore[arg-type]
+    assert Judge().idle
+    assert not Judge(reward_fn=lambda state: 1).idle
+
+
+# --- filters ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrap", [lambda value: value, soon], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    ("verdict", "reason"),
+    [(True, None), (np.bool_(True), None), (False, "filtered"), (np.bool_(False), "filtered"), ("dull", "dull")],
+)
+def test_what_a_filter_may_answer(verdict: Any, reason: str | None, wrap: Callable[[Any], Any]) -> None:
+    group = finished()
+    assert judged(group, filters=(lambda members: wrap(verdict),)) is None
+    expected = Status.COMPLETED if reason is None else Status.FILTERED
+    assert [(state.status, state.error_msg) for state in group] == [(expected, reason)] * 2
+
+
+@pytest.mark.parametrize("verdict", [None, 1, 0, 0.5, [], object(), np.array([True, False])])
+def test_what_a_filter_may_not_answer_costs_a_try_and_no_work(verdict: Any) -> None:
+    group = finished()
+    assert "expected True, False or a reason" in (judged(group, filters=(lambda members: verdict,)) or "")
+    assert [(state.status, state.num_tries, state.response) for state in group] == [(Status.ABORTED, 1, "391")] * 2
+
+
+def test_filters_are_asked_in_turn_and_the_first_that_rejects_has_the_say() -> None:
+    asked = []
+
+    def filter_of(name: str, verdict: bool | str) -> Any:
+        def accepts(group: list[RolloutState]) -> bool | str:
+            asked.append(name)
+            return verdict
+
+        return accepts
+
+    group = finished()
+    judged(group, filters=(filter_of("a", True), filter_of("b", "dull"), filter_of("c", False)))
+    assert asked == ["a", "b"]
+    assert group[0].error_msg == "dull"
+
+
+def test_a_judge_cannot_take_members_out_of_a_group() -> None:
+    """The list that they were given was the group itself."""
+
+    def greedy(group: list[RolloutState]) -> bool:
+        group.clear()
+        return True
+
+    def greedy_reward(group: list[RolloutState]) -> list[float]:
+        scores = [0.5] * len(group)
+        group.clear()
+        return scores
+
+    group = finished(3)
+    judged(group, filters=(greedy,))
+    judged(group, group_reward_fn=greedy_reward)
+    assert len(group) == 3
+
+
+def scored(*scores: float | None) -> list[RolloutState]:
+    return [
+        RolloutState(message=[], reward=None if score is None else {"score": score}, finish_reason="stop")
+        for score in scores
+    ]
+
+
+def test_groups_of_one_score_are_rejected() -> None:
+    assert reject_zero_std(scored(1.0, 1.0, 1.0)) == "zero_std"
+    assert reject_zero_std(scored(1.0, 0.0)) is True
+    assert reject_zero_std(scored(1.0)) is True  # a group of one has no others to differ from
+
+
+def test_groups_with_an_answer_that_was_cut_off_are_rejected() -> None:
+    group = scored(1.0, 0.0)
+    assert reject_truncated(group) is True
+    group[1].finish_reason = "length"
+    assert reject_truncated(group) == "truncated"
+
+
+# --- through a strategy -----------------------------------------------------------------------------------
+
+
+@simulated
+async def test_groups_are_rewarded_and_filtered_on_their_way_into_the_buffer() -> None:
+    producer = Producer(
+        reward_fn=lambda state: float((state.rollout_id or 0) % 4 == 0),
+        is_valid_sample_fn=[reject_truncated, reject_zero_std],
+    )
+    await producer.produce(2)
+    assert ids(await producer.train(2)) == [0, 2]
+    assert set((await producer.buffer.reasons())[TASK]) == {"zero_std"}
+    figures = producer.strategy.figures(TASK)
+    # Raw: before the filter.
+    assert figures.reward_count == figures.samples
+    assert 0 < figures.reward_sum / figures.reward_count < 0.5
+
+
+@simulated
+async def test_a_reward_that_raises_keeps_the_response_and_is_only_asked_again() -> None:
+    calls, asked = Counted(), []
+
+    async def stumbling(state: RolloutState) -> float:
+        asked.append(state.rollout_id)
+        await asyncio.sleep(1)
+        if state.rollout_id == 1 and asked.count(1) == 1:
+            raise ConnectionError("the judge is away")
+        return 0.5
+
+    producer = Producer(calls, members=2, reward_fn=stumbling)
+    await producer.produce(1)
+    assert sorted(id for id in calls.rollout_ids if id is not None) == [0, 1]
+    assert sorted(id for id in asked if id is not None) == [0, 1, 1]
+    group = await producer.only(Status.COMPLETED)
+    assert [(state.num_tries, state.reward, state.error_msg) for state in group] == [
+        (0, {"score": 0.5}, None),
+        (1, {"score": 0.5}, None),
+    ]
+    assert producer.strategy.figures(TASK).reward_count == 2
+
+
+@pytest.mark.parametrize("part", ["reward_fn", "group_reward_fn", "is_valid_sample_fn"])
+def test_a_judge_that_always_raises_fails_the_group_after_its_tries(part: str) -> None:
+    @simulated
+    async def main() -> None:
+        calls, asked = Counted(), 0
+
+        def broken(judged: Any) -> Any:
+            nonlocal asked
+            asked += 1
+            raise ValueError("no gold answer")
+
+        functions: dict[str, Any] = {part: broken}
+        producer = Producer(calls, members=1, max_tries=3, **functions)
+        with pytest.raises(TooManyFailures, match="no gold answer"):
+            await producer.produce(1)
+        ledger = await producer.ledger()
+        assert ledger["failed"] == 20 // 3
+        assert asked == 20
+        assert len(calls.samples) == 20 // 3 + 1  # judged three times, generated once
+        (reason,) = (await producer.buffer.reasons())[TASK]
+        assert "no gold answer" in reason
+        await producer.check_idle()
+
+    main()
+
+
+@simulated
+async def test_a_judge_that_cancels_itself_does_not_go_on_for_ever() -> None:
+    """It cost no try: the group was judged again and again, in no time."""
+
+    def cancels(group: list[RolloutState]) -> bool:
+        raise asyncio.CancelledError
+
+    producer = Producer(members=1, is_valid_sample_fn=cancels)
+    with pytest.raises(TooManyFailures, match="cancelled itself"):
+        await producer.produce(1)
+    await producer.check_idle()
+
+
+@simulated
+async def test_rewards_of_kept_members_stay_and_a_group_reward_is_computed_again() -> None:
+    """The reference sends kept siblings through the engine and the judge again."""
+    calls = Counted()
+
+    async def one_fails(state: RolloutState) -> None:
+        if state.rollout_id == 1 and not state.num_tries:
+            raise RuntimeError("the first time")
+        answer(state)
+
+    calls.function = one_fails
+    rewarded = []
+
+    def reward(state: RolloutState) -> float:
+        rewarded.append(state.rollout_id)
+        return 0.25
+
+    producer = Producer(calls, members=2, reward_fn=reward)
+    await producer.produce(1)
+    assert sorted(id for id in rewarded if id is not None) == [0, 1]
+    assert producer.strategy.figures(TASK).reward_count == 2
+
+    asked = []
+
+    def group_reward(group: list[RolloutState]) -> list[float]:
+        asked.append([state.rollout_id for state in group])
+        return [0.0, 1.0]
+
+    # Nothing is asked before the group is whole; and again when it is whole once more.
+    stumbles = iter([False, True])
+
+    def accepts(group: list[RolloutState]) -> bool:
+        if not next(stumbles, True):
+            raise RuntimeError("the filter stumbled")
+        return True
+
+    calls.samples.clear()
+    producer = Producer(calls, members=2, group_reward_fn=group_reward, is_valid_sample_fn=accepts)
+    await producer.produce(1)
+    assert asked == [[0, 1], [0, 1]]
+    figures = producer.strategy.figures(TASK)
+    assert (figures.reward_count, figures.reward_sum) == (2, 1.0)
+
+
+@simulated
+async def test_a_judge_slower_than_a_pause_is_asked_again_without_generating_and_without_a_try() -> None:
+    calls, asked = Counted(), []
+
+    async def slow(state: RolloutState) -> float:
+        asked.append(now())
+        await asyncio.sleep(60)
+        return 0.5
+
+    producer = running_ahead(calls, members=1, reward_fn=slow)
+    producing = asyncio.create_task(producer.produce(1))
+    await asyncio.sleep(5)
+    assert await producer.strategy.pause() == 10
+    assert not (await producing).complete
+    (state,) = await producer.only(Status.ABORTED)
+    assert (state.response_ids, state.reward, state.num_tries) == ([0, 1, 2], None, 0)
+    production = await producer.produce(1, 2)
+    assert production.complete
+    assert len(calls.samples) == 1
+    assert asked == [0, 15]
+    (state,) = await producer.only(Status.COMPLETED)
+    assert (state.reward, state.num_tries, state.version_spans) == ({"score": 0.5}, 0, ((0, 3),))
+    assert producer.strategy.figures(TASK).failures == 0
+
+
+@simulated
+async def test_a_judge_that_is_done_in_time_is_heard_in_a_pause() -> None:
+    async def reward(state: RolloutState) -> float:
+        await asyncio.sleep(9)
+        return 0.5
+
+    producer = running_ahead(members=1, reward_fn=reward)
+    producing = asyncio.create_task(producer.produce(1))
+    await asyncio.sleep(5)
+    await producer.strategy.pause()
+    assert now() == 9
+    assert not (await producing).complete  # it ended when the pause came
+    assert rewards(await producer.only(Status.COMPLETED)) == [{"score": 0.5}]
+
+
+@simulated
+async def test_judging_left_from_an_earlier_batch_is_short_of_time_too() -> None:
+    """It waited for a pause that had been forgotten by the next batch, and held the pause up for five minutes."""
+
+    async def reward(state: RolloutState) -> float:
+        await asyncio.sleep(1 if (state.group_id or 0) != 1 else 1000)
+        return 0.5
+
+    producer = running_ahead(members=1, reward_fn=reward, over_sample_threshold=1.0)
+    await producer.produce(1, 1)
+    await producer.train(1, 1)
+    await producer.produce(1, 2)
+    await producer.train(1, 2)
+    assert await producer.strategy.pause() == 10
+    await producer.check_idle()
+
+
+@simulated
+async def test_a_pause_that_is_given_up_costs_no_judging_a_try() -> None:
+    """Its judge was taken for one that had used up an hour."""
+
+    async def reward(state: RolloutState) -> float:
+        await asyncio.sleep(60)
+        return 0.5
+
+    producer = running_ahead(members=1, reward_fn=reward)
+    producing = asyncio.create_task(producer.produce(1))
+    await asyncio.sleep(5)
+    pausing = asyncio.create_task(producer.strategy.pause())
+    await asyncio.sleep(5)
+    pausing.cancel()
+    await asyncio.wait((pausing,))
+    await producing
+    await producer.produce(1, 2)
+    (state,) = await producer.only(Status.COMPLETED)
+    assert state.num_tries == 0
+
+
+@simulated
+async def test_a_judge_that_hangs_is_given_up_like_a_loop_that_does() -> None:
+    async def hanging(state: RolloutState) -> float:
+        if not state.num_tries:
+            await never(state)
+        return 0.5
+
+    calls = Counted()
+    producer = Producer(calls, members=1, reward_fn=hanging, timeouts=Timeouts(group_timeout_s=60))
+    production = await producer.produce(1)
+    assert production.seconds == 60
+    assert len(calls.samples) == 1
+    assert [state.num_tries for state in await producer.only(Status.COMPLETED)] == [1]
+    assert producer.strategy.figures(TASK).failures == 1
+
+
+@simulated
+async def test_a_judge_that_ignores_the_cancel_cannot_change_what_is_stored() -> None:
+    async def stubborn(state: RolloutState) -> float:
+        if state.num_tries:
+            return 0.5
+        for _ in range(100):
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                continue
+        state.status = Status.FAILED
+        state.response_ids = None
+        state.extra_fields["zombie"] = True
+        return 0.9
+
+    producer = Producer(members=1, reward_fn=stubborn, timeouts=Timeouts(group_timeout_s=60, cancel_timeout_s=3))
+    assert (await producer.produce(1)).seconds == 63
+    await asyncio.sleep(1_000_000)
+    (state,) = await producer.only(Status.COMPLETED)
+    assert (state.reward, state.response_ids, state.extra_fields.get("zombie")) == ({"score": 0.5}, [0, 1, 2], None)
+
+
+@simulated
+async def test_a_cancel_while_judging_keeps_the_response_and_spends_nothing() -> None:
+    calls = Counted()
+    producer = Producer(calls, members=2, reward_fn=lambda state: soon(0.5))
+    producing = asyncio.create_task(producer.produce(1))
+    await asyncio.sleep(0.5)
+    producing.cancel()
+    await asyncio.wait((producing,))
+    group = await producer.only(Status.ABORTED)
+    assert [(state.response_ids, state.num_tries) for state in group] == [([0, 1, 2], 0)] * 2
+    await producer.produce(1)
+    assert len(calls.samples) == 2
+
+
+@simulated
+async def test_a_verdict_that_is_there_when_the_cancel_comes_stands() -> None:
+    producer = Producer(members=1, reward_fn=lambda state: soon(0.5), is_valid_sample_fn=lambda group: "dull")
+    producing = asyncio.create_task(producer.produce(1))
+    asyncio.get_running_loop().call_at(1, producing.cancel)
+    await asyncio.wait((producing,))
+    await producer.check_idle()
+    ledger = await producer.ledger()
+    # Either order of the two is right: it was judged, or it waits to be.
+    assert ledger.get("filtered", 0) + ledger["buffered"] == ledger["issued"]
+    for record in await producer.records():
+        assert record.status is Status.ABORTED
+        assert record.num_tries == 0
+
+
+@simulated
+async def test_finished_groups_without_a_judge_stay_completed_when_they_are_cancelled() -> None:
+    """They were drawn again, to be judged by nobody."""
+
+    class Late(FunctionAgentLoop):
+        async def generate_group(
+            self, group: list[RolloutState], *, enable_partial_rollout: bool = False
+        ) -> list[RolloutState]:
+            await super().generate_group(group)
+            await asyncio.sleep(100)
+            return group
+
+    producer = Producer(Late(at_once), members=1)
+    producing = asyncio.create_task(producer.produce(1))
+    await asyncio.sleep(5)
+    producing.cancel()
+    await asyncio.wait((producing,))
+    assert statuses(await producer.only(Status.COMPLETED)) == [Status.COMPLETED]
+
+
+@simulated
+async def test_expired_groups_that_waited_to_be_judged_are_generated_again() -> None:
+    calls = Counted()
+    producer = running_ahead(calls, members=1, max_staleness=0, reward_fn=lambda state: soon(0.5))
+    producing = asyncio.create_task(producer.produce(1, 1))
+    await asyncio.sleep(0.5)
+    producing.cancel()
+    await asyncio.wait((producing,))
+    await producer.produce(1, 5)
+    assert len(calls.samples) == 2
+    (state,) = await producer.only(Status.COMPLETED)
+    assert (state.version_spans, state.num_tries) == (((4, 3),), 0)
+
+
+@simulated
+async def test_statistics_count_a_member_once_over_retries() -> None:
+    calls = Counted(after(10))
+
+    async def one_is_slow(state: RolloutState) -> None:
+        await asyncio.sleep(1 if state.rollout_id == 0 else 10)
+        answer(state)
+
+    calls.function = one_is_slow
+    producer = running_ahead(calls, members=2, reward_fn=lambda state: 0.5)
+    for _ in range(3):
+        producing = asyncio.create_task(producer.produce(1))
+        await asyncio.sleep(5)
+        await producer.strategy.pause()
+        await producing
+    await producer.produce(1)
+    assert calls.rollout_ids.count(0) == 1
+    figures = producer.strategy.figures(TASK)
+    assert (figures.reward_count, figures.reward_sum) == (2, 1.0)
+    assert figures.samples == 8  # four attempts
+    assert figures.tokens == 6  # the tokens of both members, each counted once
+
+
+def test_numpy_rewards_can_be_stored(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db")) as buffer:
+            producer = Producer(buffer=buffer, members=2, reward_fn=lambda state: np.float32(0.5))
+            await producer.produce(1)
+            (record,) = await producer.records()
+            assert record.reward == 0.5
+
+    asyncio.run(main())
+
+
+def test_numpy_scores_inside_a_dict_can_be_stored(tmp_path: Path) -> None:
+    """The response was thrown away, because its reward could not be stored."""
+
+    async def main() -> None:
+        async with ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db")) as buffer:
+            producer = Producer(
+                buffer=buffer, members=2, reward_fn=lambda state: {"score": np.float32(0.5), "hits": np.int64(3)}
+            )
+            await producer.produce(1)
+            group = await producer.only(Status.COMPLETED)
+            assert [(state.reward, state.num_tries) for state in group] == [({"score": 0.5, "hits": 3}, 0)] * 2
+
+    asyncio.run(main())
+
+
+def test_rewards_of_what_could_not_be_stored_are_not_counted(tmp_path: Path) -> None:
+    async def main() -> None:
+        async def once(state: RolloutState) -> None:
+            answer(state)
+            if not state.num_tries:
+                state.extra_fields["tool"] = object()
+
+        async with ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db")) as buffer:
+            producer = Producer(once, buffer=buffer, members=2, reward_fn=lambda state: 0.5)
+            await producer.produce(1)
+            assert producer.strategy.figures(TASK).reward_count == 2
+
+    asyncio.run(main())
+
+
+@simulated
+async def test_a_judge_that_spoils_a_sample_does_not_lose_its_group() -> None:
+    """Its task ended with an error of ours, and the group stayed in flight."""
+    calls = Counted()
+
+    def spoils(group: list[RolloutState]) -> bool:
+        if group[0].num_tries:
+            return True
+        group[0].finish_reason = 5  # type: ignore[assignment]
+        raise ValueError("and raises")
+
+    producer = Producer(calls, members=1, is_valid_sample_fn=spoils)
+    await producer.produce(1)
+    assert [state.num_tries for state in await producer.only(Status.COMPLETED)] == [1]
+    assert len(calls.samples) == 2
+    await producer.check_idle()
