@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
+GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -20,6 +23,15 @@ def test_the_code_in_the_readme_runs() -> None:
     assert result.returncode == 0, result.stderr
     assert "training on 8 groups" in result.stdout
     assert "'trained': 8" in result.stdout
+
+
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
+def test_the_code_in_a_guide_runs(guide: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
+    assert blocks
+    for code in blocks:
+        result = run("-W", "error", "-c", code)
+        assert result.returncode == 0, f"{code}\n{result.stderr}"
 
 
 def test_the_demo_ends_with_a_closed_ledger() -> None:
