@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forebay.agent_loop import FunctionAgentLoop
 from forebay.buffer import ReplayBuffer
-from forebay.config import AsyncReplayBufferConfig, ReplayBufferConfig, SyncReplayBufferConfig, build_storage
+from forebay.config import (
+    AsyncReplayBufferConfig,
+    ManagerConfig,
+    ReplayBufferConfig,
+    SyncReplayBufferConfig,
+    build_storage,
+)
 from forebay.errors import InvalidConfig, InvalidInput
+from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager
 from forebay.policy import (
     FIFOReplayPolicy,
     FreshestReplayPolicy,
@@ -17,6 +26,8 @@ from forebay.policy import (
     ReplayPolicy,
     StalenessReplayPolicy,
 )
+from forebay.produce import SyncProduceStrategy
+from forebay.rollout import RolloutState
 from forebay.storage.memory import MemoryStorage
 
 
@@ -156,3 +167,86 @@ def test_a_file_that_does_not_hold_a_config_says_why(tmp_path: Path, content: by
 def test_a_file_that_is_not_there_is_an_error_of_the_file_system(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         ReplayBufferConfig.from_toml(tmp_path / "run.toml")
+
+
+# --- strategies, tasks, managers ----------------------------------------------------------------------
+
+TOML = """
+[manager]
+mode = "{mode}"
+sync_weights_interval = 4
+
+[manager.replay_buffer]
+policy = "staleness"
+max_groups = 512
+
+[[manager.tasks]]
+name = "math"
+weight = 2
+prompt_repeat_k = 4
+dataset = "{dataset}"
+strategy = {{ enable_partial_rollout = true, over_sample_threshold = 0.5, timeouts = {{ group_timeout_s = 60 }} }}
+
+[[manager.tasks]]
+name = "code"
+strategy = {{ kind = "sync", filters = ["reject_zero_std"] }}
+"""
+
+
+async def nothing(state: RolloutState) -> None:
+    pass
+
+
+@pytest.mark.parametrize("mode", ["colocated", "disaggregated"])
+def test_a_manager_is_built_from_a_toml_file(tmp_path: Path, mode: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "why?"}\n')
+    path = tmp_path / "run.toml"
+    path.write_text(TOML.format(mode=mode, dataset=tmp_path / "prompts.jsonl"))
+    config = ManagerConfig.from_toml(path)
+    manager = config.build(FunctionAgentLoop(nothing), datasets={"code": [{"prompt": "how?"}]})
+    assert type(manager) is (AgentLoopManager if mode == "colocated" else DisaggregatedAgentLoopManager)
+    assert list(manager.tasks) == ["math", "code"]
+    math, code = manager.tasks.values()
+    assert (math.weight, code.weight) == (2, 1)
+    assert math.strategy.stale_threshold == 4
+    assert math.strategy.timeouts.group_timeout_s == 60
+    assert isinstance(code.strategy, SyncProduceStrategy)
+    assert manager.replay_buffer.max_groups == 512
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"tasks": []}, "there is no task"),
+        ({"tasks": [{"name": "a", "weight": 0}]}, "the weights of all tasks"),
+        ({"tasks": [{"name": "a", "weight": -1}]}, "expected a number from 0"),
+        ({"tasks": [{"name": "a"}, {"name": "a"}]}, "two tasks are named 'a'"),
+        ({"tasks": [{"name": ""}]}, "expected a text"),
+        ({"tasks": [{"name": "a", "wait": 1}]}, "unknown field `wait`"),
+        ({"tasks": [{"name": "a"}], "mode": "both"}, "mode"),
+        ({"tasks": [{"name": "a"}], "sync_weights_interval": 0}, "sync_weights_interval"),
+        ({"tasks": [{"name": "a", "strategy": {"kind": "sync", "max_staleness": 1}}]}, "never runs ahead"),
+        ({"tasks": [{"name": "a", "strategy": {"enable_partial_rollout": True}}]}, "throw every continued token away"),
+        ({"tasks": [{"name": "a", "strategy": {"filters": ["reject_all"]}}]}, "reject_all"),
+        ({"tasks": [{"name": "a", "strategy": {"timeouts": {"group_timeout_s": 0}}}]}, "group_timeout_s"),
+    ],
+)
+def test_a_manager_that_cannot_work_cannot_be_written_down(content: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidConfig, match=re.escape(problem)):
+        ManagerConfig.from_mapping(content)
+
+
+def test_partial_rollout_without_staleness_is_fine_when_weights_are_synced_seldom() -> None:
+    strategy = {"enable_partial_rollout": True}
+    config = ManagerConfig.from_mapping({"tasks": [{"name": "a", "strategy": strategy}], "sync_weights_interval": 2})
+    assert config.tasks[0].strategy.enable_partial_rollout
+
+
+def test_building_a_manager_says_what_is_missing() -> None:
+    config = ManagerConfig.from_mapping({"tasks": [{"name": "a"}]})
+    with pytest.raises(InvalidConfig, match="task 'a' has no data set"):
+        config.build(FunctionAgentLoop(nothing))
+    with pytest.raises(InvalidConfig, match="task 'a' has no agent loop"):
+        config.build({}, datasets={"a": [{"prompt": "why?"}]})
+    with pytest.raises(InvalidInput, match="parts for tasks"):
+        config.build(FunctionAgentLoop(nothing), datasets={"b": []})

@@ -1,29 +1,44 @@
 """Forebay: the rollout data plane for reinforcement learning.
 
-It stands between what generates and what learns, and owns every prompt from the moment it is drawn until the
-trainer has confirmed that it trained on it. Start with `ReplayBuffer`; `forebay.blocking` has the same for trainers
-that are not async.
+It stands between what generates and what learns, and owns every prompt from the moment it is drawn until the trainer
+has confirmed that it trained on it. Start with `ReplayBuffer`, a `Sampler`, an `AgentLoop` and a strategy that brings
+them together; `forebay.blocking` has the buffer for trainers that are not async.
 """
 
+from forebay.agent_loop import AgentLoop, FunctionAgentLoop
 from forebay.buffer import ReplayBuffer
-from forebay.config import AsyncReplayBufferConfig, ReplayBufferConfig, SyncReplayBufferConfig
+from forebay.config import (
+    AsyncReplayBufferConfig,
+    ManagerConfig,
+    ReplayBufferConfig,
+    StrategyConfig,
+    SyncReplayBufferConfig,
+    TaskConfig,
+)
 from forebay.errors import (
     BufferClosed,
     CheckpointError,
     CursorMoved,
     DamagedData,
     DuplicateGroup,
+    EngineError,
     ForebayError,
     InvalidConfig,
+    InvalidDataset,
     InvalidGroup,
     InvalidInput,
     InvalidQuery,
+    InvalidRecord,
     LostLease,
     NoRoom,
     PolicyError,
+    ProduceError,
+    ProducerStopped,
     StorageError,
     StorageInUse,
     StorageUnavailable,
+    TooManyFailures,
+    TooManyRejections,
     UnreadableData,
     UnsupportedPayload,
     WaitTimeout,
@@ -31,6 +46,15 @@ from forebay.errors import (
 )
 from forebay.lease import Lease
 from forebay.ledger import End, Place
+from forebay.manager import (
+    AgentLoopManager,
+    DisaggregatedAgentLoopManager,
+    ProduceBatchResult,
+    ProducerState,
+    ProduceStatus,
+    Task,
+    TaskResult,
+)
 from forebay.policy import (
     Column,
     FIFOReplayPolicy,
@@ -40,8 +64,22 @@ from forebay.policy import (
     ReplayPolicy,
     StalenessReplayPolicy,
 )
+from forebay.produce import (
+    AsyncProduceStrategy,
+    Budgets,
+    NoProgress,
+    ProduceStrategy,
+    Production,
+    Progress,
+    SyncProduceStrategy,
+    TerminalProgress,
+    Timeouts,
+    reject_truncated,
+    reject_zero_std,
+)
 from forebay.record import Record
 from forebay.rollout import RolloutState, SampleParams, Status, finish_status, group_bytes, group_status
+from forebay.sampler import Sampler, SamplerWithReplayBuffer
 from forebay.staleness import group_staleness, sample_staleness, stale_threshold, staleness, token_mask
 from forebay.storage.base import Storage
 from forebay.storage.memory import MemoryStorage
@@ -49,42 +87,72 @@ from forebay.storage.memory import MemoryStorage
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgentLoop",
+    "AgentLoopManager",
+    "AsyncProduceStrategy",
     "AsyncReplayBufferConfig",
+    "Budgets",
     "BufferClosed",
     "CheckpointError",
     "Column",
     "CursorMoved",
     "DamagedData",
+    "DisaggregatedAgentLoopManager",
     "DuplicateGroup",
     "End",
+    "EngineError",
     "FIFOReplayPolicy",
     "ForebayError",
     "FreshestReplayPolicy",
+    "FunctionAgentLoop",
     "InvalidConfig",
+    "InvalidDataset",
     "InvalidGroup",
     "InvalidInput",
     "InvalidQuery",
+    "InvalidRecord",
     "Lease",
     "LostLease",
+    "ManagerConfig",
     "MemoryStorage",
+    "NoProgress",
     "NoRoom",
     "Order",
     "Place",
     "PolicyError",
     "PriorityReplayPolicy",
+    "ProduceBatchResult",
+    "ProduceError",
+    "ProduceStatus",
+    "ProduceStrategy",
+    "ProducerState",
+    "ProducerStopped",
+    "Production",
+    "Progress",
     "Record",
     "ReplayBuffer",
     "ReplayBufferConfig",
     "ReplayPolicy",
     "RolloutState",
     "SampleParams",
+    "Sampler",
+    "SamplerWithReplayBuffer",
     "StalenessReplayPolicy",
     "Status",
     "Storage",
     "StorageError",
     "StorageInUse",
     "StorageUnavailable",
+    "StrategyConfig",
+    "SyncProduceStrategy",
     "SyncReplayBufferConfig",
+    "Task",
+    "TaskConfig",
+    "TaskResult",
+    "TerminalProgress",
+    "Timeouts",
+    "TooManyFailures",
+    "TooManyRejections",
     "UnreadableData",
     "UnsupportedPayload",
     "WaitTimeout",
@@ -93,6 +161,8 @@ __all__ = [
     "group_bytes",
     "group_staleness",
     "group_status",
+    "reject_truncated",
+    "reject_zero_std",
     "sample_staleness",
     "stale_threshold",
     "staleness",

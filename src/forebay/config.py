@@ -1,4 +1,4 @@
-"""Checked settings that build a buffer; from a mapping, or from a table of a TOML file.
+"""Checked settings that build a buffer, a strategy, a task, a manager; from a mapping, or from a table of a TOML file.
 
 A wrong combination cannot be written down: values are checked when a config is made, unknown keys are refused.
 
@@ -15,12 +15,16 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
 
+from forebay.agent_loop.base import AgentLoop
 from forebay.buffer import ReplayBuffer
-from forebay.errors import InvalidConfig
+from forebay.checks import whole_number
+from forebay.errors import InvalidConfig, InvalidInput
+from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Task
+from forebay.manager.allocation import check_weights
 from forebay.policy import (
     FIFOReplayPolicy,
     FreshestReplayPolicy,
@@ -28,10 +32,34 @@ from forebay.policy import (
     ReplayPolicy,
     StalenessReplayPolicy,
 )
+from forebay.produce import (
+    AsyncProduceStrategy,
+    Budgets,
+    ProduceStrategy,
+    Progress,
+    SyncProduceStrategy,
+    Timeouts,
+    reject_truncated,
+    reject_zero_std,
+)
+from forebay.produce.filters import Filter
+from forebay.produce.judge import GroupReward, SampleReward
+from forebay.prompts import Tokenize, ToRolloutState
+from forebay.sampler import Sampler
 from forebay.storage.base import Storage
 from forebay.storage.memory import MemoryStorage
 
-__all__ = ["AsyncReplayBufferConfig", "ReplayBufferConfig", "SyncReplayBufferConfig", "build_storage"]
+__all__ = [
+    "AsyncReplayBufferConfig",
+    "ManagerConfig",
+    "ReplayBufferConfig",
+    "StrategyConfig",
+    "SyncReplayBufferConfig",
+    "TaskConfig",
+    "build_storage",
+]
+
+T = TypeVar("T")
 
 _POLICIES: dict[str, type[ReplayPolicy]] = {
     "fifo": FIFOReplayPolicy,
@@ -74,8 +102,39 @@ def build_storage(url: str) -> Storage:
     )
 
 
-class ReplayBufferConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """What all configs can do."""
+
+    table: ClassVar[str] = ""
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
+        """A config from plain data; InvalidConfig names the key that does not fit."""
+        if not isinstance(mapping, Mapping):
+            raise InvalidConfig(f"{cls.__name__}: expected a mapping, got {mapping!r}")
+        try:
+            return msgspec.convert(dict(mapping), cls)
+        except msgspec.ValidationError as error:
+            raise InvalidConfig(f"{cls.__name__}: {error}") from None
+
+    @classmethod
+    def from_toml(cls, path: str | Path, table: str | None = None) -> Self:
+        """A config from one table of a TOML file."""
+        name = cls.table if table is None else table
+        with Path(path).open("rb") as file:
+            try:
+                content = tomllib.load(file)
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                raise InvalidConfig(f"{path} is not TOML: {error}") from None
+        if not isinstance(content.get(name), dict):
+            raise InvalidConfig(f"{path} has no table [{name}]; it has {', '.join(content) or 'nothing'}")
+        return cls.from_mapping(content[name])
+
+
+class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Policy, storage and limits of a buffer. `build()` makes a new one each time."""
+
+    table: ClassVar[str] = "replay_buffer"
 
     policy: Literal["fifo", "staleness", "priority", "freshest"] = "fifo"
     storage: str = "memory"
@@ -92,28 +151,6 @@ class ReplayBufferConfig(msgspec.Struct, kw_only=True, frozen=True, forbid_unkno
         ReplayBuffer(
             max_groups=self.max_groups, max_bytes=self.max_bytes, lease_s=self.lease_s, keep_trained=self.keep_trained
         )
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """A config from plain data; InvalidConfig names the key that does not fit."""
-        if not isinstance(mapping, Mapping):
-            raise InvalidConfig(f"{cls.__name__}: expected a mapping, got {mapping!r}")
-        try:
-            return msgspec.convert(dict(mapping), cls)
-        except msgspec.ValidationError as error:
-            raise InvalidConfig(f"{cls.__name__}: {error}") from None
-
-    @classmethod
-    def from_toml(cls, path: str | Path, table: str = "replay_buffer") -> Self:
-        """A config from one table of a TOML file."""
-        with Path(path).open("rb") as file:
-            try:
-                content = tomllib.load(file)
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-                raise InvalidConfig(f"{path} is not TOML: {error}") from None
-        if not isinstance(content.get(table), dict):
-            raise InvalidConfig(f"{path} has no table [{table}]; it has {', '.join(content) or 'nothing'}")
-        return cls.from_mapping(content[table])
 
     def build(self) -> ReplayBuffer:
         return ReplayBuffer(
@@ -134,3 +171,229 @@ class AsyncReplayBufferConfig(ReplayBufferConfig, kw_only=True, frozen=True, for
     """Oldest first in memory: for training that runs beside its producers."""
 
     policy: Literal["fifo", "staleness", "priority", "freshest"] = "staleness"
+
+
+class StrategyConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How a task is produced; see `AsyncProduceStrategy`. Kind `sync` takes none of the settings of running ahead."""
+
+    table: ClassVar[str] = "strategy"
+
+    kind: Literal["sync", "async"] = "async"
+    over_sample_threshold: float = 0.0
+    enable_partial_rollout: bool = False
+    max_staleness: int = 0
+    max_token_staleness: int | None = None
+    tail_batch_trigger_size: int = 0
+    tail_after: int = 3
+    max_tries: int = 3
+    filters: tuple[Literal["reject_zero_std", "reject_truncated"], ...] = ()
+    timeouts: Timeouts = Timeouts()
+    budgets: Budgets = Budgets()
+
+    def __post_init__(self) -> None:
+        # Checks everything, and costs nothing until it is used. Whether partial rollout goes with the interval of the
+        # weights is for those to check who know that.
+        self.build(ReplayBuffer(), sync_weights_interval=2)
+        if self.kind == "sync":
+            for name in _AHEAD:
+                if getattr(self, name) != msgspec.structs.fields(StrategyConfig)[_index(name)].default:
+                    raise InvalidConfig(f"{name}={getattr(self, name)!r} with kind='sync', which never runs ahead")
+
+    def build(
+        self,
+        replay_buffer: ReplayBuffer,
+        *,
+        sync_weights_interval: int = 1,
+        reward_fn: SampleReward | None = None,
+        group_reward_fn: GroupReward | None = None,
+        is_valid_sample_fn: Filter | None = None,
+        progress: Progress | None = None,
+    ) -> ProduceStrategy:
+        """The strategy; the filters named here come before the function given."""
+        filters: list[Filter] = [_FILTERS[name] for name in self.filters]
+        if is_valid_sample_fn is not None:
+            filters.append(is_valid_sample_fn)
+        if self.kind == "sync":
+            return SyncProduceStrategy(
+                replay_buffer,
+                sync_weights_interval=sync_weights_interval,
+                max_tries=self.max_tries,
+                reward_fn=reward_fn,
+                group_reward_fn=group_reward_fn,
+                is_valid_sample_fn=filters,
+                timeouts=self.timeouts,
+                budgets=self.budgets,
+                progress=progress,
+            )
+        return AsyncProduceStrategy(
+            replay_buffer,
+            over_sample_threshold=self.over_sample_threshold,
+            enable_partial_rollout=self.enable_partial_rollout,
+            max_staleness=self.max_staleness,
+            max_token_staleness=self.max_token_staleness,
+            sync_weights_interval=sync_weights_interval,
+            tail_batch_trigger_size=self.tail_batch_trigger_size,
+            tail_after=self.tail_after,
+            max_tries=self.max_tries,
+            reward_fn=reward_fn,
+            group_reward_fn=group_reward_fn,
+            is_valid_sample_fn=filters,
+            timeouts=self.timeouts,
+            budgets=self.budgets,
+            progress=progress,
+        )
+
+
+_FILTERS: dict[str, Filter] = {"reject_zero_std": reject_zero_std, "reject_truncated": reject_truncated}
+_AHEAD = (
+    "over_sample_threshold",
+    "enable_partial_rollout",
+    "max_staleness",
+    "max_token_staleness",
+    "tail_batch_trigger_size",
+    "tail_after",
+)
+
+
+def _index(name: str) -> int:
+    return StrategyConfig.__struct_fields__.index(name)
+
+
+class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A task as plain data. What is no data (agent loop, rewards, another data set) is given to `build`."""
+
+    table: ClassVar[str] = "task"
+
+    name: str
+    weight: float = 1.0
+    dataset: str | None = None  # the path of a JSONL file
+    prompt_repeat_k: int = 1
+    seed: int = 0
+    shuffle: bool = True
+    skip_bad_records: bool = False
+    strategy: StrategyConfig = StrategyConfig()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise InvalidConfig(f"a task is named {self.name!r}; expected a text")
+        whole_number("prompt_repeat_k", self.prompt_repeat_k, least=1)
+        if self.weight != 0:
+            check_weights({self.name: self.weight})
+
+    def build(
+        self,
+        replay_buffer: ReplayBuffer,
+        agent_loop: AgentLoop,
+        *,
+        sync_weights_interval: int = 1,
+        dataset: Any = None,
+        to_rollout_state: ToRolloutState | None = None,
+        tokenize: Tokenize | None = None,
+        reward_fn: SampleReward | None = None,
+        group_reward_fn: GroupReward | None = None,
+        is_valid_sample_fn: Filter | None = None,
+        progress: Progress | None = None,
+    ) -> Task:
+        """The task, around a buffer."""
+        source = self.dataset if dataset is None else dataset
+        if source is None:
+            raise InvalidConfig(f"task {self.name!r} has no data set; name a JSONL file in it, or give one to build")
+        return Task(
+            name=self.name,
+            weight=self.weight,
+            agent_loop=agent_loop,
+            sampler=Sampler(
+                source,
+                prompt_repeat_k=self.prompt_repeat_k,
+                seed=self.seed,
+                shuffle=self.shuffle,
+                to_rollout_state=to_rollout_state,
+                tokenize=tokenize,
+                skip_bad_records=self.skip_bad_records,
+            ),
+            strategy=self.strategy.build(
+                replay_buffer,
+                sync_weights_interval=sync_weights_interval,
+                reward_fn=reward_fn,
+                group_reward_fn=group_reward_fn,
+                is_valid_sample_fn=is_valid_sample_fn,
+                progress=progress,
+            ),
+        )
+
+
+class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A whole plane as plain data: tasks, their buffer, and how they are run.
+
+    >>> config = ManagerConfig.from_mapping(
+    ...     {"mode": "colocated", "tasks": [{"name": "math", "weight": 2, "strategy": {"kind": "sync"}}]}
+    ... )
+    >>> config.tasks[0].strategy.kind
+    'sync'
+    """
+
+    table: ClassVar[str] = "manager"
+
+    tasks: tuple[TaskConfig, ...]
+    mode: Literal["colocated", "disaggregated"] = "disaggregated"
+    sync_weights_interval: int = 1
+    replay_buffer: ReplayBufferConfig = AsyncReplayBufferConfig()
+
+    def __post_init__(self) -> None:
+        whole_number("sync_weights_interval", self.sync_weights_interval, least=1)
+        if self.mode not in ("colocated", "disaggregated"):
+            raise InvalidConfig(f"mode is {self.mode!r}; expected 'colocated' or 'disaggregated'")
+        names = [task.name for task in self.tasks]
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidConfig(f"two tasks are named {name!r}; expected names of their own")
+        # Not only each strategy by itself, but with this interval.
+        for task in self.tasks:
+            task.strategy.build(ReplayBuffer(), sync_weights_interval=self.sync_weights_interval)
+        check_weights({task.name: task.weight for task in self.tasks})
+
+    def build(
+        self,
+        agent_loop: AgentLoop | Mapping[str, AgentLoop],
+        *,
+        datasets: Mapping[str, Any] | None = None,
+        to_rollout_state: ToRolloutState | Mapping[str, ToRolloutState] | None = None,
+        tokenize: Tokenize | Mapping[str, Tokenize] | None = None,
+        reward_fn: SampleReward | Mapping[str, SampleReward] | None = None,
+        group_reward_fn: GroupReward | Mapping[str, GroupReward] | None = None,
+        is_valid_sample_fn: Filter | Mapping[str, Filter] | None = None,
+        progress: Progress | None = None,
+        replay_buffer: ReplayBuffer | None = None,
+    ) -> AgentLoopManager | DisaggregatedAgentLoopManager:
+        """The manager, its tasks and their buffer. Each part is one for all tasks, or a mapping with one for some."""
+        buffer = self.replay_buffer.build() if replay_buffer is None else replay_buffer
+        named = {task.name for task in self.tasks}
+        for part in (agent_loop, datasets, to_rollout_state, tokenize, reward_fn, group_reward_fn, is_valid_sample_fn):
+            unknown = set(part) - named if isinstance(part, Mapping) else set()
+            if unknown:
+                raise InvalidInput(f"parts for tasks {sorted(unknown)}, but there are only {sorted(named)}")
+        tasks = []
+        for task in self.tasks:
+            loop = _part(agent_loop, task.name)
+            if loop is None:
+                raise InvalidConfig(f"task {task.name!r} has no agent loop; give one for it")
+            tasks.append(
+                task.build(
+                    buffer,
+                    loop,
+                    sync_weights_interval=self.sync_weights_interval,
+                    dataset=_part(datasets, task.name),
+                    to_rollout_state=_part(to_rollout_state, task.name),
+                    tokenize=_part(tokenize, task.name),
+                    reward_fn=_part(reward_fn, task.name),
+                    group_reward_fn=_part(group_reward_fn, task.name),
+                    is_valid_sample_fn=_part(is_valid_sample_fn, task.name),
+                    progress=progress,
+                )
+            )
+        kind = AgentLoopManager if self.mode == "colocated" else DisaggregatedAgentLoopManager
+        return kind(tasks, buffer, sync_weights_interval=self.sync_weights_interval)
+
+
+def _part(part: T | Mapping[str, T] | None, name: str) -> T | None:
+    return part.get(name) if isinstance(part, Mapping) else part

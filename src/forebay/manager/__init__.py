@@ -1,0 +1,16 @@
+"""Who runs whom: tasks and their weights, colocated and disaggregated production, checkpoints of the whole plane."""
+
+from forebay.manager.colocated import AgentLoopManager
+from forebay.manager.disaggregated import DisaggregatedAgentLoopManager, ProducerState
+from forebay.manager.results import ProduceBatchResult, ProduceStatus, TaskResult
+from forebay.manager.task import Task
+
+__all__ = [
+    "AgentLoopManager",
+    "DisaggregatedAgentLoopManager",
+    "ProduceBatchResult",
+    "ProduceStatus",
+    "ProducerState",
+    "Task",
+    "TaskResult",
+]

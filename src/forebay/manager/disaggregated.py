@@ -1,0 +1,255 @@
+"""Disaggregated: a producer in the background runs ahead of the consumer, as far as the weights allow.
+
+The producer fills step after step, at most to `model_step + stale_threshold`: what it would generate for later steps
+is too old on arrival. At that bound it goes on refilling what expires or is filtered below it. The consumer waits on
+the event itself; a failure of the producer, or its end, reaches it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import os
+from collections.abc import Sequence
+
+from forebay.buffer import ReplayBuffer
+from forebay.checks import whole_number
+from forebay.errors import InvalidInput, ProducerStopped
+from forebay.manager.base import Manager
+from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
+from forebay.manager.task import Task
+from forebay.record import Row
+from forebay.threads import see_through
+
+__all__ = ["DisaggregatedAgentLoopManager", "ProducerState"]
+
+log = logging.getLogger(__name__)
+
+
+class ProducerState(enum.StrEnum):
+    """What the producer is doing."""
+
+    RUNNING = "running"
+    PAUSED = "paused"  # until continue_produce
+    CLOSED = "closed"
+
+
+class DisaggregatedAgentLoopManager(Manager):
+    """Produces in the background.
+
+    producer = asyncio.create_task(manager.produce_loop(64))
+    async with manager.get_batch(64, train_step) as batch:
+        await asyncio.to_thread(train, batch.groups)
+    await manager.pause_produce()                     # around a weight update
+    load_weights(engine)
+    await manager.continue_produce(model_step=train_step)
+    """
+
+    def __init__(
+        self, tasks: Sequence[Task] | Task, replay_buffer: ReplayBuffer, *, sync_weights_interval: int = 1
+    ) -> None:
+        super().__init__(tasks, replay_buffer, sync_weights_interval=sync_weights_interval)
+        self.producer_state = ProducerState.RUNNING
+        self._loop_running: asyncio.Future[None] | None = None
+        self._failure: BaseException | None = None
+
+    # --- the producer ---------------------------------------------------------------------------------
+
+    async def produce_loop(self, batch_size: int) -> None:
+        """Fill the steps to come until `shutdown`. What goes wrong is raised here, and by the next `get_batch`."""
+        self._check_open()
+        whole_number("batch_size", batch_size, least=1)
+        if self._loop_running is not None:
+            raise InvalidInput("produce_loop runs already; one producer per manager")
+        self._loop_running = asyncio.get_running_loop().create_future()
+        self._failure = None
+        try:
+            while not self._closed:
+                await self._produce_round(batch_size)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if self._closed:
+                return  # the buffer was closed under it
+            self._failure = error
+            log.warning("producer_failed", exc_info=error)
+            raise
+        finally:
+            ended, self._loop_running = self._loop_running, None
+            ended.set_result(None)
+            await self._close_strategies()
+            self.replay_buffer.nudge()
+
+    async def _produce_round(self, batch_size: int) -> None:
+        """Fill one more step; at the bound, or in a pause, wait until there is something to do."""
+        if self.producer_state is ProducerState.PAUSED:
+            await self.replay_buffer.until(self._when_not_paused, "continue_produce", list(self.tasks))
+            return
+        model_step, future = self.model_step, self.progress.producer_future_step
+        upto = min(future, self.bound)
+        if upto < self.progress.next_consumer_step:
+            await self.replay_buffer.until(
+                lambda: self._when_moved(model_step, self.progress.next_consumer_step),
+                f"newer weights than those of step {model_step}",
+                list(self.tasks),
+            )
+            return
+        sizes = self.progress.plan(batch_size, upto)
+        owed = {name: self.progress.owed(name, upto) for name in self.tasks}
+        complete = await self._produce(sizes, owed)
+        if not complete:
+            return
+        if future <= self.bound:
+            self.progress.producer_future_step = max(self.progress.producer_future_step, future + 1)
+            return
+        await self.replay_buffer.until(
+            lambda: self._when_missing(model_step, upto),
+            f"newer weights than those of step {model_step}, or something to replace",
+            list(self.tasks),
+        )
+
+    @property
+    def bound(self) -> int:
+        """The last train step for which the present weights are fresh enough, for every task."""
+        active = [task.strategy.stale_threshold for task in self.tasks.values() if task.weight > 0]
+        return self.model_step + min(active)
+
+    def _is_stopped(self) -> bool:
+        return self._closed or self.producer_state is not ProducerState.RUNNING
+
+    async def _when_not_paused(self) -> bool | None:
+        return (self._closed or self.producer_state is ProducerState.RUNNING) or None
+
+    async def _when_moved(self, model_step: int, next_step: int) -> bool | None:
+        moved = self.model_step != model_step or self.progress.next_consumer_step != next_step
+        return (moved or self._is_stopped()) or None
+
+    async def _when_missing(self, model_step: int, upto: int) -> bool | None:
+        if self.model_step != model_step or self._is_stopped() or self.bound > upto:
+            return True
+        ledger = await self.replay_buffer.ledger()
+        for name in self.tasks:
+            owed = self.progress.owed(name, upto)
+            if owed and await self.replay_buffer.produced(name) < ledger.get(name, {}).get("trained", 0) + owed:
+                return True
+        return None
+
+    # --- the consumer ---------------------------------------------------------------------------------
+
+    def get_batch(self, batch_size: int, train_step: int, *, timeout_s: float | None = None) -> BatchRequest:
+        """The batch of a train step: await it (taken for good), or enter it with `async with` (a lease).
+
+        Empty, with the status EXPIRED_BATCH, if the producer's weights are too old for this step: bring newer ones
+        (`pause_produce`, `continue_produce`) and ask again.
+        """
+        return BatchRequest(lambda: self._grant(batch_size, train_step, timeout_s))
+
+    async def _grant(self, batch_size: int, train_step: int, timeout_s: float | None) -> ProduceBatchResult:
+        self._check_open()
+        whole_number("batch_size", batch_size, least=1)
+        whole_number("train_step", train_step, least=1)
+        sizes = self.progress.plan(batch_size, train_step)
+        self.steps.train_step = max(self.steps.train_step, train_step)
+        wants = {name: groups for name, groups in sizes.items() if groups}
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        for _ in range(2):
+            await asyncio.sleep(0)  # a producer that was started just now gets to its first step
+
+        claim, grant = await self.replay_buffer.lease_attempt(wants, train_step=train_step)
+
+        async def attempt() -> dict[str, list[Row]] | ProduceStatus | None:
+            self._check_open()
+            claimed = await claim()
+            if claimed is not None:
+                return claimed
+            if self._failure is not None:
+                raise ProducerStopped(
+                    f"the producer failed: {type(self._failure).__name__}: {self._failure}"
+                ) from self._failure
+            if train_step > self.bound:
+                return ProduceStatus.EXPIRED_BATCH
+            self._check_producer()
+            return None
+
+        names = ", ".join(f"{groups} of task {name!r}" for name, groups in wants.items())
+        found: dict[str, list[Row]] | ProduceStatus = await self.replay_buffer.until(
+            attempt, f"the batch of train step {train_step}: {names}", list(wants), timeout_s=timeout_s
+        )
+        lease = None if isinstance(found, ProduceStatus) else await grant(found)
+        status = ProduceStatus.NORMAL if lease is not None else ProduceStatus.EXPIRED_BATCH
+        return await self._result(train_step, status, sizes, lease, loop.time() - began)
+
+    def _check_producer(self) -> None:
+        in_flight = sum(task.strategy.in_flight(name) for name, task in self.tasks.items())
+        if self._loop_running is None and not in_flight:
+            raise ProducerStopped(
+                "the batch is not there, nothing is in flight, and produce_loop is not running; start it with "
+                "asyncio.create_task(manager.produce_loop(batch_size))"
+            )
+
+    # --- around a weight update -----------------------------------------------------------------------
+
+    async def pause_produce(self) -> float:
+        """Stop generating, and bring in what is under way, before new weights; the seconds that this took.
+
+        Nothing is stopped if every agent loop takes new weights while it runs.
+        """
+        self._check_open()
+        if all(task.agent_loop.takes_weights_while_running for task in self.tasks.values()):
+            return 0.0
+        self.producer_state = ProducerState.PAUSED
+        return await self._pause_strategies()
+
+    async def continue_produce(self, model_step: int) -> None:
+        """Generate again, with the weights of `model_step`."""
+        self._check_open()
+        whole_number("model_step", model_step, least=0)
+        if model_step < self.model_step:
+            raise InvalidInput(
+                f"continue_produce with the weights of step {model_step}, but those of step {self.model_step} were "
+                "used already; weights only go back by resume"
+            )
+        self.steps.model_step = model_step
+        self.producer_state = ProducerState.RUNNING
+        self.replay_buffer.nudge()
+        log.info("weights_updated model_step=%d", model_step)
+
+    async def resume(self, path: str | os.PathLike[str]) -> int:
+        """As for every manager; generation waits for `continue_produce`, when the weights are in the engine."""
+        if self._loop_running is not None and self.producer_state is ProducerState.RUNNING:
+            raise InvalidInput("produce_loop is running; resume before it is started, or after pause_produce")
+        model_step = await super().resume(path)
+        self.producer_state = ProducerState.PAUSED
+        return model_step
+
+    async def shutdown(self) -> None:
+        """Stop the producer; what is in flight is back in the buffer when this returns. The buffer stays open."""
+        self.producer_state = ProducerState.CLOSED
+        await super().shutdown()
+        if self._loop_running is not None:
+            cancelled = await see_through(self._loop_running)
+            if cancelled is not None:
+                raise cancelled
+
+    async def stats(self) -> dict[str, float]:
+        """See `Manager.stats`; also whether the producer runs."""
+        flat = await super().stats()
+        flat["forebay/manager/bound_step"] = self.bound
+        flat["forebay/manager/producer_running"] = float(
+            self._loop_running is not None and self.producer_state is ProducerState.RUNNING
+        )
+        return flat
+
+    def _describe(self) -> str:
+        if self._failure is not None:
+            producer = f"failed: {self._failure}"
+        elif self._loop_running is None:
+            producer = "not running (produce_loop was not started, or has ended)"
+        else:
+            producer = str(self.producer_state)
+        return (
+            f"{super()._describe()}; producer {producer}, filling step {self.progress.producer_future_step}, at most "
+            f"up to {self.bound}"
+        )

@@ -1,0 +1,60 @@
+"""What a manager runs: a named stream of prompts with all that belongs to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from forebay.agent_loop.base import AgentLoop
+from forebay.arguments import checked_task
+from forebay.buffer import ReplayBuffer
+from forebay.errors import InvalidConfig
+from forebay.manager.allocation import check_weights
+from forebay.produce.strategy import ProduceStrategy
+from forebay.sampler import Sampler, SamplerWithReplayBuffer
+
+__all__ = ["Task", "check_tasks"]
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """A task: who draws its prompts, who answers them, how they are produced and judged, and its share of a batch."""
+
+    name: str
+    sampler: Sampler | SamplerWithReplayBuffer
+    agent_loop: AgentLoop
+    strategy: ProduceStrategy
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        checked_task(self.name)
+        for what, value, expected in (
+            ("sampler", self.sampler, (Sampler, SamplerWithReplayBuffer)),
+            ("agent_loop", self.agent_loop, (AgentLoop,)),
+            ("strategy", self.strategy, (ProduceStrategy,)),
+        ):
+            if not isinstance(value, expected):
+                names = " or a ".join(kind.__name__ for kind in expected)
+                raise InvalidConfig(f"the {what} of task {self.name!r} is {value!r:.80}; expected a {names}")
+
+
+def check_tasks(tasks: Sequence[Task], replay_buffer: ReplayBuffer, sync_weights_interval: int) -> dict[str, Task]:
+    """The tasks by name; InvalidConfig says which of them does not fit."""
+    if isinstance(tasks, Task):
+        tasks = [tasks]
+    by_name: dict[str, Task] = {}
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise InvalidConfig(f"{task!r:.80} is no task; expected Task(name=..., sampler=..., ...)")
+        if task.name in by_name:
+            raise InvalidConfig(f"two tasks are named {task.name!r}; expected names of their own")
+        if task.strategy.replay_buffer is not replay_buffer:
+            raise InvalidConfig(f"the strategy of task {task.name!r} was made for another buffer; expected the same")
+        if task.strategy.sync_weights_interval != sync_weights_interval:
+            raise InvalidConfig(
+                f"the strategy of task {task.name!r} counts on new weights every {task.strategy.sync_weights_interval} "
+                f"steps, the manager on every {sync_weights_interval}; expected the same sync_weights_interval"
+            )
+        by_name[task.name] = task
+    check_weights({name: task.weight for name, task in by_name.items()})
+    return by_name
