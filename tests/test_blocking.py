@@ -22,9 +22,26 @@ def buffer() -> Iterator[blocking.ReplayBuffer]:
         yield buffer
 
 
+# For producers and managers, which run on the buffer's own loop: they wait, try and look in its turns, and have the
+# native buffer at hand. From another thread what they tell would be out of date on arrival.
+HOOKS = {
+    "bounded_bytes",
+    "lease_attempt",
+    "max_groups",
+    "nudge",
+    "produced",
+    "resume_with",
+    "room",
+    "save_with",
+    "try_lease",
+    "until",
+}
+
+
 def test_it_has_every_verb_with_the_same_arguments() -> None:
+    assert [name for name in sorted(HOOKS) if hasattr(blocking.ReplayBuffer, name)] == []
     for name, verb in inspect.getmembers(forebay.ReplayBuffer, inspect.isfunction):
-        if not name.startswith("_"):
+        if not name.startswith("_") and name not in HOOKS:
             assert hasattr(blocking.ReplayBuffer, name), name
             expected = inspect.signature(verb).parameters
             assert inspect.signature(getattr(blocking.ReplayBuffer, name)).parameters == expected, name

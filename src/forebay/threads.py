@@ -7,6 +7,7 @@ brought, and only then passes the cancel on: nothing is left running, open or ha
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -28,7 +29,9 @@ async def see_through(future: asyncio.Future[T]) -> asyncio.CancelledError | Non
 
 async def in_thread(work: Callable[[], T], *, undo: Callable[[T], object] | None = None) -> T:
     """The result of work that blocks; `undo` gets it if the caller was cancelled meanwhile."""
-    future = asyncio.ensure_future(asyncio.to_thread(work))
+    # Not asyncio.to_thread, which makes a task: a loop that shuts down would cancel that, and lose what it brought.
+    context = contextvars.copy_context()
+    future = asyncio.get_running_loop().run_in_executor(None, lambda: context.run(work))
     cancelled = await see_through(future)
     if cancelled is None:
         return future.result()

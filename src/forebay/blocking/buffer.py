@@ -1,27 +1,20 @@
-"""The buffer for trainers that are not async: the same verbs, safe to call from any thread.
+"""The buffer behind blocking calls, and the lease that it hands out. Each verb is that of `forebay.ReplayBuffer`.
 
-    with blocking.ReplayBuffer(forebay.AsyncReplayBufferConfig()) as buffer:
-        buffer.submit(produce(buffer.native))          # async producers run on the buffer's own loop
-        with buffer.lease_batch({"math": 64}, train_step=1, timeout_s=600) as lease:
-            train(lease.groups)
-
-The buffer lives on an event loop in a thread of its own; every call is handed over to it and waited for. Ctrl-C (or
-any exception) while a call waits cancels it there; what was leased or drawn in that very moment is given back. Only
-`get` and `take_batch`, which take for good, have nothing to give back: prefer a lease.
+What producers and managers on the loop use of a buffer (waiting for room, attempts, hooks of checkpoints) is not here.
 """
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
+import logging
 import os
-import threading
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from forebay import buffer as native
+from forebay.blocking.thread import LoopThread, seen_through
 from forebay.config import ReplayBufferConfig
-from forebay.errors import BufferClosed, WrongEventLoop
+from forebay.errors import BufferClosed, ForebayError
 from forebay.lease import Lease as NativeLease
 from forebay.ledger import LedgerLine
 from forebay.record import Record, Tags
@@ -29,59 +22,10 @@ from forebay.rollout import RolloutState, Status
 
 __all__ = ["Lease", "ReplayBuffer"]
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 Groups = list[list[RolloutState]]
-
-
-class _LoopThread:
-    """An event loop in a thread of its own. Once it is closing, nothing new gets in, and everything in it ends."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._guard = threading.Lock()
-        self.closing = False
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="forebay-loop", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-        finally:
-            self.loop.close()
-            self._stopped.set()
-
-    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        if threading.current_thread() is self._thread:
-            work.close()
-            raise WrongEventLoop(
-                "a blocking call from the buffer's own event loop would wait for itself; use `.native` there"
-            )
-        with self._guard:
-            if not self.closing:
-                return asyncio.run_coroutine_threadsafe(work, self.loop)
-        work.close()
-        raise BufferClosed("this blocking buffer is closed; make a new one")
-
-    def stop(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run one last coroutine, cancel everything else, end the thread. Later callers wait for the first."""
-        with self._guard:
-            first, self.closing = not self.closing, True
-        if first:
-            asyncio.run_coroutine_threadsafe(self._shut_down(last), self.loop)
-        self._stopped.wait()
-
-    async def _shut_down(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        try:
-            await last()
-        finally:
-            # What was submitted before is a task by now: callbacks run in order.
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self.loop.call_soon(self.loop.stop)
 
 
 class ReplayBuffer:
@@ -92,7 +36,7 @@ class ReplayBuffer:
 
     def __init__(self, buffer: native.ReplayBuffer | ReplayBufferConfig) -> None:
         self.native = buffer.build() if isinstance(buffer, ReplayBufferConfig) else buffer
-        self._thread = _LoopThread()
+        self._thread = LoopThread("buffer", self.native.close)
 
     def __repr__(self) -> str:
         return f"<blocking ReplayBuffer {self.native.policy!r} on {type(self.native.storage).__name__}>"
@@ -100,32 +44,6 @@ class ReplayBuffer:
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Run a coroutine (a producer, say) on the buffer's event loop; cancelled when the buffer closes."""
         return self._thread.submit(work)
-
-    def _call(self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]] | None = None) -> T:
-        """Wait for work on the loop. If the caller is interrupted, cancel it, or undo what it brought."""
-        decided = threading.Lock()  # whoever takes it first: the work with its result, or the caller by leaving
-
-        async def guarded() -> T:
-            result = await work
-            if undo is not None and not decided.acquire(blocking=False):
-                await undo(result)
-            return result
-
-        try:
-            future = self._thread.submit(guarded())
-        except BaseException:
-            work.close()
-            raise
-        try:
-            return future.result()
-        except concurrent.futures.CancelledError:
-            raise BufferClosed("the buffer was closed while this call was under way") from None
-        except BaseException:
-            if decided.acquire(blocking=False):
-                future.cancel()
-            elif undo is not None:
-                self._thread.submit(undo(future.result())).result()
-            raise
 
     async def _give_back(self, groups: Groups) -> None:
         """Groups that nobody will generate, because the caller that drew them was interrupted."""
@@ -137,7 +55,7 @@ class ReplayBuffer:
 
     def close(self) -> None:
         """End every wait, give back what is held, stop the loop. Closing twice is allowed."""
-        self._thread.stop(self.native.close)
+        self._thread.stop()
 
     def __enter__(self) -> ReplayBuffer:
         return self
@@ -161,7 +79,7 @@ class ReplayBuffer:
                 retryable=retryable,
             )
 
-        self._call(set_limits())
+        self._thread.call(set_limits())
 
     def put(
         self,
@@ -177,7 +95,7 @@ class ReplayBuffer:
         priority: float | None = None,
         timeout_s: float | None = None,
     ) -> int | None:
-        return self._call(
+        return self._thread.call(
             self.native.put(
                 items,
                 task_name,
@@ -206,7 +124,7 @@ class ReplayBuffer:
         priority: float | None = None,
         timeout_s: float | None = None,
     ) -> list[int]:
-        return self._call(
+        return self._thread.call(
             self.native.put_many(
                 groups,
                 task_name,
@@ -230,26 +148,26 @@ class ReplayBuffer:
         source_state: bytes | None = None,
         timeout_s: float | None = None,
     ) -> Groups:
-        return self._call(
+        return self._thread.call(
             self.native.issue(groups, task_name, cursor=cursor, source_state=source_state, timeout_s=timeout_s),
             undo=self._give_back,
         )
 
     def position(self, task_name: str) -> tuple[int, bytes | None]:
-        return self._call(self.native.position(task_name))
+        return self._thread.call(self.native.position(task_name))
 
     def redraw(
         self, n: int, task_name: str, statuses: Sequence[Status] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
     ) -> Groups:
-        return self._call(self.native.redraw(n, task_name, statuses), undo=self._give_back)
+        return self._thread.call(self.native.redraw(n, task_name, statuses), undo=self._give_back)
 
     def get(self, batch_size: int, task_name: str, group_status: Status) -> Groups:
-        return self._call(self.native.get(batch_size, task_name, group_status))
+        return self._thread.call(self.native.get(batch_size, task_name, group_status))
 
     def take_batch(
         self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED
     ) -> tuple[dict[str, Groups], dict[str, int]]:
-        return self._call(self.native.take_batch(wants, group_status=group_status))
+        return self._thread.call(self.native.take_batch(wants, group_status=group_status))
 
     def lease_batch(
         self,
@@ -261,20 +179,21 @@ class ReplayBuffer:
     ) -> Lease:
         """Waits at once, and returns a lease that can be entered with `with`."""
 
-        async def lease() -> NativeLease:
-            return await self.native.lease_batch(
+        async def lease() -> Lease:
+            request = self.native.lease_batch(
                 wants, train_step=train_step, group_status=group_status, timeout_s=timeout_s
             )
+            return Lease(await request, self._thread)
 
-        return Lease(self._call(lease(), undo=NativeLease.nack), self._call)
+        return self._thread.call(lease(), undo=lambda lease: lease.native.nack())
 
     def wait_ready(
         self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED, timeout_s: float | None = None
     ) -> None:
-        self._call(self.native.wait_ready(wants, group_status=group_status, timeout_s=timeout_s))
+        self._thread.call(self.native.wait_ready(wants, group_status=group_status, timeout_s=timeout_s))
 
     def is_ready(self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED) -> bool:
-        return self._call(self.native.is_ready(wants, group_status=group_status))
+        return self._thread.call(self.native.is_ready(wants, group_status=group_status))
 
     def refresh_staleness(
         self,
@@ -285,7 +204,7 @@ class ReplayBuffer:
         task_token_stale_thresholds: Mapping[str, int | None] | None = None,
         expired_groups_retryable_by_task: Mapping[str, bool] | None = None,
     ) -> dict[str, int]:
-        return self._call(
+        return self._thread.call(
             self.native.refresh_staleness(
                 task_stale_thresholds=task_stale_thresholds,
                 current_train_step=current_train_step,
@@ -296,54 +215,59 @@ class ReplayBuffer:
         )
 
     def count(self, task_name: str, group_status: Status) -> int:
-        return self._call(self.native.count(task_name, group_status))
+        return self._thread.call(self.native.count(task_name, group_status))
 
     def count_statuses(self, tasks: Collection[str], statuses: Collection[Status]) -> dict[str, dict[Status, int]]:
-        return self._call(self.native.count_statuses(tasks, statuses))
+        return self._thread.call(self.native.count_statuses(tasks, statuses))
 
     def __len__(self) -> int:
         async def count() -> int:
             return len(self.native)
 
-        return self._call(count())
+        return self._thread.call(count())
 
     def query(self, query: Mapping[str, Any], *, limit: int | None = None) -> list[Record]:
-        return self._call(self.native.query(query, limit=limit))
+        return self._thread.call(self.native.query(query, limit=limit))
 
     def read(self, uid: int) -> list[RolloutState] | None:
-        return self._call(self.native.read(uid))
+        return self._thread.call(self.native.read(uid))
 
     def discard(self, query: Mapping[str, Any], reason: str) -> int:
-        return self._call(self.native.discard(query, reason))
+        return self._thread.call(self.native.discard(query, reason))
 
     def set_priority(self, priorities: Mapping[int, float]) -> int:
-        return self._call(self.native.set_priority(priorities))
+        return self._thread.call(self.native.set_priority(priorities))
 
     def ledger(self, *, tokens: bool = False) -> dict[str, LedgerLine]:
-        return self._call(self.native.ledger(tokens=tokens))
+        return self._thread.call(self.native.ledger(tokens=tokens))
 
     def reasons(self) -> dict[str, dict[str, int]]:
-        return self._call(self.native.reasons())
+        return self._thread.call(self.native.reasons())
 
     def stats(self) -> dict[str, int]:
-        return self._call(self.native.stats())
+        return self._thread.call(self.native.stats())
 
     def explain_wait(self) -> str:
-        return self._call(self.native.explain_wait())
+        return self._thread.call(self.native.explain_wait())
 
-    def save(self, path: str | os.PathLike[str], *, model_step: int | None = None) -> None:
-        self._call(self.native.save(path, model_step=model_step))
+    def save(
+        self, path: str | os.PathLike[str], *, model_step: int | None = None, no_save_replay_buffer: bool = False
+    ) -> None:
+        self._thread.call(self.native.save(path, model_step=model_step, no_save_replay_buffer=no_save_replay_buffer))
 
     def resume(self, path: str | os.PathLike[str]) -> int | None:
-        return self._call(self.native.resume(path))
+        return self._thread.call(self.native.resume(path))
 
 
 class Lease:
-    """A lease behind blocking calls; `with` acknowledges it on a clean exit, and gives it back on an exception."""
+    """A lease behind blocking calls; `with` acknowledges it on a clean exit, and gives it back on an exception.
 
-    def __init__(self, lease: NativeLease, call: Callable[[Coroutine[Any, Any, None]], None]) -> None:
+    Settling it is seen through: an interrupt surfaces when that is done, not in the middle of it.
+    """
+
+    def __init__(self, lease: NativeLease, thread: LoopThread) -> None:
         self.native = lease
-        self._call = call
+        self._thread = thread
 
     def __repr__(self) -> str:
         return repr(self.native)
@@ -360,18 +284,41 @@ class Lease:
     def groups(self) -> Groups:
         return self.native.groups
 
+    @property
+    def open(self) -> bool:
+        return self.native.open
+
+    def shard(self, rank: int, world_size: int) -> Groups:
+        return self.native.shard(rank, world_size)
+
     def ack(self) -> None:
-        self._call(self.native.ack())
+        self._thread.call(seen_through(self.native.ack))
 
     def nack(self) -> None:
-        self._call(self.native.nack())
+        self._thread.call(seen_through(self.native.nack))
 
     def reject(self, groups: Sequence[Sequence[RolloutState]], reason: str) -> None:
-        self._call(self.native.reject(groups, reason))
+        self._thread.call(seen_through(lambda: self.native.reject(groups, reason)))
 
     def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self.native.open:
-            self._call(self.native.settle_on_exit(error))
+        try:
+            self.leave(error)
+        except ForebayError:
+            raise
+        except BaseException:
+            self.leave(error)  # an interrupt, which the lease may not have heard of; settling it twice is harmless
+            raise
+
+    def leave(self, error: BaseException | None) -> None:
+        """What leaving a `with` block does: acknowledge, or give back if the block raised."""
+        if not self.native.open:
+            return
+        try:
+            self._thread.call(self.native.settle_on_exit(error))
+        except BufferClosed as closed:
+            if error is None:
+                raise
+            log.warning("lease_lost lease=%s %s", self.native.id, closed)  # the block's own error matters more
