@@ -10,6 +10,7 @@ A lease knows only ids; the storage decides whether they are still held.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from types import TracebackType
@@ -139,13 +140,14 @@ def shard(groups: Sequence[list[RolloutState]], rank: int, world_size: int) -> l
     if whole_number("rank", rank, least=0) >= world_size:
         raise InvalidInput(f"rank is {rank} of world_size {world_size}; expected 0 to {world_size - 1}")
     places = [len(groups) // world_size + (index < len(groups) % world_size) for index in range(world_size)]
-    loads = [0] * world_size
+    free = [(0, taker) for taker in range(world_size) if places[taker]]  # a heap: the fewest tokens first
     chosen: list[int] = []
     sizes = [group_tokens(group) + sum(map(_prompt_tokens, group)) for group in groups]
     for index in sorted(range(len(groups)), key=lambda index: (-sizes[index], index)):
-        taker = min((r for r in range(world_size) if places[r]), key=lambda r: (loads[r], r))
+        load, taker = heapq.heappop(free)
         places[taker] -= 1
-        loads[taker] += sizes[index]
+        if places[taker]:
+            heapq.heappush(free, (load + sizes[index], taker))
         if taker == rank:
             chosen.append(index)
     return [groups[index] for index in sorted(chosen)]

@@ -71,7 +71,9 @@ def prompts_of(group: Group) -> Group:
     prompts = []
     for state in issued.values():
         prompt = reset_response(state)
+        prompt.tokens = prompt.prompt_ids  # one array, written once
         prompt.status = Status.INIT
+        prompt.tokens = None  # one more copy of the prompt for each member; `_row` has them share it again
         prompts.append(prompt)
     return tuple(prompts)
 
@@ -90,13 +92,14 @@ async def save_storage(
 ) -> Manifest:
     """Write a checkpoint; the one that was there stays until the new one is complete.
 
-    `extra` is asked for right after the snapshot, so that it tells of the same moment. `prompts_only`: no responses.
+    `extra` is asked for right before the snapshot, so that it tells of the same moment: a storage decides on its
+    content at once, and may then take a while. `prompts_only`: no responses.
     """
     writer = await in_thread(lambda: CheckpointWriter(directory, files), undo=CheckpointWriter.abort)
     chunks = _Chunks(writer)
     try:
-        snapshot = await storage.snapshot()
         content = dict(extra())
+        snapshot = await storage.snapshot()
         accounts = dict(snapshot.accounts)
         async with aclosing(snapshot.rows) as rows:
             async for row in rows:
@@ -156,6 +159,7 @@ class _Chunks:
         """Wait for the thread, which nothing can cancel: the writer must not be closed under it."""
         if self._writing is not None:
             await see_through(self._writing)
+            self._writing.exception()  # what ended the save says more
 
     async def _hand_over(self) -> None:
         if self._writing is not None:
@@ -204,16 +208,21 @@ async def resume_storage(storage: Storage, directory: str | PathLike[str], *, fi
 async def _rows(checkpoint: Checkpoint, accounts: Mapping[str, Account]) -> AsyncIterator[Row]:
     entries = checkpoint.entries()
 
+    prompts_only = not checkpoint.manifest.replay_buffer_saved
+
     def read() -> list[Row]:
-        return [_row(record, frame) for record, frame in itertools.islice(entries, _READ_GROUPS)]
+        return [_row(record, frame, prompts_only) for record, frame in itertools.islice(entries, _READ_GROUPS)]
 
     while rows := await in_thread(read):
         for row in rows:
             yield row
 
 
-def _row(data: bytes, frame: bytes) -> Row:
+def _row(data: bytes, frame: bytes, prompts_only: bool) -> Row:
     record, group = decode_record(data), decode_group(frame)
+    if prompts_only:
+        for state in group:
+            state.tokens = state.prompt_ids  # as they were issued
     if record.place is not Place.BUFFERED:
         raise DamagedData(f"group {record.group_id} of task {record.task_name!r} is saved as {record.place}")
     return Row(_described(record, group), group)

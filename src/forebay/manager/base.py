@@ -9,21 +9,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
-from forebay.errors import BufferClosed, DamagedData, InvalidInput
+from forebay.errors import BufferClosed, DamagedData, InvalidConfig, InvalidInput, ProduceError
 from forebay.lease import Lease
 from forebay.ledger import LedgerLine
 from forebay.manager.progress import ProduceProgress
 from forebay.manager.results import ProduceBatchResult, ProduceStatus, describe_task
 from forebay.manager.task import Task, check_tasks
 from forebay.produce.figures import Figures
+from forebay.produce.rules import over_issue
 from forebay.produce.work import Steps
 from forebay.rollout import Status
-from forebay.threads import see_through
+from forebay.threads import in_thread, see_through
+
+if TYPE_CHECKING:
+    from forebay.checkpoint import Manifest
 
 __all__ = ["Manager"]
 
@@ -42,9 +46,11 @@ class Manager:
         self.tasks = check_tasks([tasks] if isinstance(tasks, Task) else tasks, replay_buffer, sync_weights_interval)
         self.progress = ProduceProgress({name: task.weight for name, task in self.tasks.items()})
         self.steps = Steps(1, 0)
+        self._asked = 0  # the last train step that was asked for
         self._closed = False
         self._seen: dict[str, Figures] = {}
-        self._batch_began: float | None = None
+        for name, task in self.tasks.items():
+            task.strategy.figures(name)  # its limits hold from now on, also for what is handed out before it produces
 
     @property
     def model_step(self) -> int:
@@ -58,30 +64,31 @@ class Manager:
 
     # --- producing ------------------------------------------------------------------------------------
 
-    async def _produce(self, sizes: Mapping[str, int], owed: Mapping[str, int]) -> bool:
-        """Have every task that owes groups produce them, all together; whether all of it is there.
+    async def _produce(self, sizes: Mapping[str, int], target: Callable[[str, LedgerLine], int | None]) -> bool:
+        """Have every task that has a target produce up to it, all together; whether all of it is there.
 
-        One task's exception stops the others and brings their groups back, and then surfaces.
+        `target(name, ledger of the task)` is asked when the ledger was read: a batch that is acknowledged meanwhile is
+        owed no more when it counts as trained. One task's exception stops the others and brings their groups back, and
+        then surfaces.
         """
+        self._refuse_what_starves(sizes)
         ledger = await self.replay_buffer.ledger()
         running: list[asyncio.Task[bool]] = []
-        for name, groups in owed.items():
-            if groups > 0:
-                target = ledger.get(name, {}).get("trained", 0) + groups
-                work = self._produce_task(name, sizes[name], target)
+        for name in self.tasks:
+            groups = target(name, ledger.get(name, {}))
+            if groups is not None:
+                work = self._produce_task(name, sizes[name], groups)
                 running.append(asyncio.create_task(work, name=f"produce {name}"))
         if not running:
             return True
         try:
             await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            stopping = [task for task in running if not task.done()]
-            for task in stopping:
+            for task in running:
                 task.cancel()
-            if stopping:
-                cancelled = await see_through(asyncio.gather(*stopping, return_exceptions=True))
-                if cancelled is not None:
-                    raise cancelled
+            cancelled = await see_through(asyncio.gather(*running, return_exceptions=True))
+            if cancelled is not None:
+                raise cancelled
         failed = [task.exception() for task in running if not task.cancelled() and task.exception() is not None]
         if failed:
             assert failed[0] is not None
@@ -94,21 +101,49 @@ class Manager:
         production = await task.strategy.produce(
             task.agent_loop, task.sampler, batch_size, name, steps=self.steps, target=target, stopped=self._is_stopped
         )
+        if production.complete and production.available < production.target:
+            raise ProduceError(
+                f"should_continue_fn of task {name!r} stopped at {production.available} of {production.target} groups, "
+                "but a manager hands out whole batches, and would wait for ever; let it go on until the target is there"
+            )
         return production.complete
+
+    def _refuse_what_starves(self, sizes: Mapping[str, int]) -> None:
+        """InvalidConfig if one task can fill the buffer with what the others must wait for to be taken together."""
+        limit = self.replay_buffer.max_groups
+        active = {name: groups for name, groups in sizes.items() if groups}
+        if limit is None or len(active) < 2:
+            return
+        most = {
+            name: groups + over_issue(self.tasks[name].strategy.over_sample_threshold, groups)
+            for name, groups in active.items()
+        }
+        if sum(most.values()) > limit:
+            needs = ", ".join(f"{groups} of task {name!r}" for name, groups in most.items())
+            raise InvalidConfig(
+                f"a batch needs room for {needs} (with over-issue), but the buffer has max_groups={limit}: one task "
+                "could fill it, and the others would wait for ever; raise max_groups"
+            )
 
     def _is_stopped(self) -> bool:
         return self._closed
 
-    async def _pause_strategies(self) -> float:
-        """Bring in what is under way, of all tasks; seconds."""
+    async def _pause_strategies(self, names: Collection[str]) -> float:
+        """Bring in what is under way, of these tasks; seconds."""
         began = asyncio.get_running_loop().time()
-        strategies = {id(task.strategy): task.strategy for task in self.tasks.values()}.values()
-        await asyncio.gather(*[strategy.pause() for strategy in strategies])
+        await asyncio.gather(*[self.tasks[name].strategy.pause(name) for name in names])
         return asyncio.get_running_loop().time() - began
 
     async def _close_strategies(self) -> None:
-        for task in self.tasks.values():
-            await task.strategy.close()
+        """Bring in all that is under way, of all tasks, whatever happens meanwhile."""
+        strategies = {id(task.strategy): task.strategy for task in self.tasks.values()}.values()
+        closing = asyncio.gather(*[strategy.close() for strategy in strategies], return_exceptions=True)
+        cancelled = await see_through(closing)
+        for problem in closing.result():
+            if isinstance(problem, BaseException):
+                raise problem
+        if cancelled is not None:
+            raise cancelled
 
     def _check_open(self) -> None:
         if self._closed:
@@ -119,9 +154,14 @@ class Manager:
     async def _result(
         self, train_step: int, status: ProduceStatus, sizes: dict[str, int], lease: Lease | None, produce_s: float
     ) -> ProduceBatchResult:
-        counts = await self.replay_buffer.count_statuses(
-            list(self.tasks), (Status.INIT, Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
-        )
+        try:
+            counts = await self.replay_buffer.count_statuses(
+                list(self.tasks), (Status.INIT, Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
+            )
+        except BaseException as error:
+            if lease is not None:
+                await lease.settle_on_exit(error)
+            raise
         results = {}
         for name, task in self.tasks.items():
             figures = task.strategy.figures(name)
@@ -147,8 +187,13 @@ class Manager:
             self.progress.consume(train_step)
         else:
             self.progress.undo_consume(train_step)
-        self.steps.train_step = max(self.steps.train_step, self.progress.next_consumer_step)
+        self._set_clock()
+        self.replay_buffer.nudge()
         log.info("step_acknowledged train_step=%d ok=%s", train_step, began)
+
+    def _set_clock(self) -> None:
+        """What comes back is judged for the step that is asked for, or for the next one."""
+        self.steps.train_step = max(self._asked, self.progress.next_consumer_step)
 
     # --- checkpoints ----------------------------------------------------------------------------------
 
@@ -159,14 +204,8 @@ class Manager:
         the plan of steps, credits, the ledger, and the state of agent loops that have one. The one that was there
         stays until it is complete.
         """
-        self._check_open()
         whole_number("model_step", model_step, least=0)
-        acknowledged = self.progress.next_consumer_step - 1
-        if model_step < acknowledged:
-            raise InvalidInput(
-                f"a checkpoint for the weights of step {model_step}, but the batches up to step {acknowledged} were "
-                "acknowledged: resuming from it would skip them; save the weights of the last acknowledged step"
-            )
+        self._refuse_to_skip(model_step)
         await self.replay_buffer.save_with(
             path,
             model_step=model_step,
@@ -174,7 +213,16 @@ class Manager:
             extra=lambda: {"manager": self._saved_state(model_step)},
         )
 
+    def _refuse_to_skip(self, model_step: int) -> None:
+        acknowledged = self.progress.next_consumer_step - 1
+        if model_step < acknowledged:
+            raise InvalidInput(
+                f"a checkpoint for the weights of step {model_step}, but the batches up to step {acknowledged} were "
+                "acknowledged: resuming from it would skip them; save the weights of the last acknowledged step"
+            )
+
     def _saved_state(self, model_step: int) -> dict[str, Any]:
+        self._refuse_to_skip(model_step)  # training goes on while the files are made ready
         loops = {}
         for name, task in self.tasks.items():
             state_dict = getattr(task.agent_loop, "state_dict", None)
@@ -189,31 +237,40 @@ class Manager:
         kept aside in the buffer.
         """
         self._check_open()
+        self._read_saved(await in_thread(lambda: _manifest_of(path)), path)  # before anything is changed
         manifest = await self.replay_buffer.resume_with(path)
-        if manifest.model_step is None:
-            raise DamagedData(
-                f"the checkpoint at {path} does not say which weights it goes with; it was saved by a buffer without a "
-                "model_step, and a manager cannot go on from it"
-            )
-        model_step = manifest.model_step
-        content = manifest.extra.get("manager")
-        gone: set[str] = set()
-        if isinstance(content, dict):
-            gone = self.progress.load_state(content.get("progress"))
-            for name, state in (content.get("agent_loops") or {}).items():
-                load = getattr(self.tasks[name].agent_loop, "load_state_dict", None) if name in self.tasks else None
-                if callable(load):
-                    load(state)
-        else:
-            self.progress.next_consumer_step = self.progress.producer_future_step = model_step + 1
+        model_step, progress, loops = self._read_saved(manifest, path)
+        gone = self.progress.load_state(progress)
+        for name, state in loops.items():
+            load = getattr(self.tasks[name].agent_loop, "load_state_dict", None) if name in self.tasks else None
+            if callable(load):
+                load(state)
         if not manifest.replay_buffer_saved:
             self.progress.forget_planned()
         gone |= set(manifest.accounts) - self.tasks.keys()
         if gone:
             log.warning("tasks_kept_aside tasks=%s: not among this manager's; their groups stay", sorted(gone))
-        self.steps.train_step, self.steps.model_step = self.progress.next_consumer_step, model_step
+        self.steps.model_step, self._asked = model_step, 0
+        self._set_clock()
         log.info("manager_resumed path=%s model_step=%d next_step=%d", path, model_step, self.steps.train_step)
         return model_step
+
+    def _read_saved(self, manifest: Manifest, path: str | os.PathLike[str]) -> tuple[int, object, dict[str, Any]]:
+        """The model step, the progress, the states of agent loops; or DamagedData."""
+        if manifest.model_step is None:
+            raise DamagedData(
+                f"the checkpoint at {path} does not say which weights it goes with; it was saved by a buffer without a "
+                "model_step, and a manager cannot go on from it"
+            )
+        scratch = ProduceProgress(self.progress.weights)
+        if "manager" not in manifest.extra:  # a buffer alone was saved
+            return manifest.model_step, scratch.state(manifest.model_step), {}
+        content = manifest.extra["manager"]
+        loops = content.get("agent_loops", {}) if isinstance(content, dict) else None
+        if not isinstance(loops, dict):
+            raise DamagedData(f"what a manager saved in the checkpoint at {path} cannot be read: {content!r:.80}")
+        scratch.load_state(content.get("progress"))
+        return manifest.model_step, content["progress"], loops
 
     # --- looking --------------------------------------------------------------------------------------
 
@@ -238,7 +295,10 @@ class Manager:
 
     async def explain_wait(self) -> str:
         """What is being waited for, by task: what is missing, what is in flight, the oldest of it and its age."""
-        lines = [await self.replay_buffer.explain_wait(), self._describe()]
+        return f"{await self.replay_buffer.explain_wait()}\n{await self._explain_tasks()}"
+
+    async def _explain_tasks(self) -> str:
+        lines = [self._describe()]
         for name, task in self.tasks.items():
             owed = self.progress.owed(name, self.progress.target_upto)
             available = await self.replay_buffer.produced(name)
@@ -269,3 +329,10 @@ class Manager:
 
     async def __aexit__(self, *error: object) -> None:
         await self.shutdown()
+
+
+def _manifest_of(path: str | os.PathLike[str]) -> Manifest:
+    from forebay.checkpoint import open_checkpoint  # imported here, as the buffer does
+
+    with open_checkpoint(path) as checkpoint:
+        return checkpoint.manifest

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 
 from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
-from forebay.errors import InvalidInput, ProducerStopped
+from forebay.errors import BufferClosed, InvalidInput, ProducerStopped, WaitTimeout
+from forebay.ledger import LedgerLine
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
 from forebay.manager.task import Task
@@ -52,6 +53,7 @@ class DisaggregatedAgentLoopManager(Manager):
         super().__init__(tasks, replay_buffer, sync_weights_interval=sync_weights_interval)
         self.producer_state = ProducerState.RUNNING
         self._loop_running: asyncio.Future[None] | None = None
+        self._batch_size: int | None = None  # of the producer
         self._failure: BaseException | None = None
 
     # --- the producer ---------------------------------------------------------------------------------
@@ -63,7 +65,8 @@ class DisaggregatedAgentLoopManager(Manager):
         if self._loop_running is not None:
             raise InvalidInput("produce_loop runs already; one producer per manager")
         self._loop_running = asyncio.get_running_loop().create_future()
-        self._failure = None
+        self._failure, self._batch_size = None, batch_size
+        self.progress.change_batch_size(batch_size)
         try:
             while not self._closed:
                 await self._produce_round(batch_size)
@@ -72,14 +75,18 @@ class DisaggregatedAgentLoopManager(Manager):
         except Exception as error:
             if self._closed:
                 return  # the buffer was closed under it
+            if isinstance(error, BufferClosed):
+                raise  # which whoever asks next hears from the buffer itself
             self._failure = error
             log.warning("producer_failed", exc_info=error)
             raise
         finally:
             ended, self._loop_running = self._loop_running, None
-            ended.set_result(None)
-            await self._close_strategies()
-            self.replay_buffer.nudge()
+            try:
+                await self._close_strategies()
+            finally:
+                ended.set_result(None)
+                self.replay_buffer.nudge()
 
     async def _produce_round(self, batch_size: int) -> None:
         """Fill one more step; at the bound, or in a pause, wait until there is something to do."""
@@ -87,21 +94,21 @@ class DisaggregatedAgentLoopManager(Manager):
             await self.replay_buffer.until(self._when_not_paused, "continue_produce", list(self.tasks))
             return
         model_step, future = self.model_step, self.progress.producer_future_step
+        next_step = self.progress.next_consumer_step
         upto = min(future, self.bound)
-        if upto < self.progress.next_consumer_step:
+        if upto < next_step or self._is_behind():
             await self.replay_buffer.until(
-                lambda: self._when_moved(model_step, self.progress.next_consumer_step),
+                lambda: self._when_moved(model_step, next_step),
                 f"newer weights than those of step {model_step}",
                 list(self.tasks),
             )
             return
         sizes = self.progress.plan(batch_size, upto)
-        owed = {name: self.progress.owed(name, upto) for name in self.tasks}
-        complete = await self._produce(sizes, owed)
+        complete = await self._produce(sizes, lambda name, line: self._target(name, line, upto))
         if not complete:
             return
-        if future <= self.bound:
-            self.progress.producer_future_step = max(self.progress.producer_future_step, future + 1)
+        if upto == future:
+            self.progress.skip_to(future + 1)
             return
         await self.replay_buffer.until(
             lambda: self._when_missing(model_step, upto),
@@ -109,11 +116,19 @@ class DisaggregatedAgentLoopManager(Manager):
             list(self.tasks),
         )
 
+    def _target(self, name: str, line: LedgerLine, upto: int) -> int | None:
+        owed = self.progress.owed(name, upto)
+        return line.get("trained", 0) + owed if owed else None
+
     @property
     def bound(self) -> int:
         """The last train step for which the present weights are fresh enough, for every task."""
-        active = [task.strategy.stale_threshold for task in self.tasks.values() if task.weight > 0]
+        active = [task.strategy.reach for task in self.tasks.values() if task.weight > 0]
         return self.model_step + min(active)
+
+    def _is_behind(self) -> bool:
+        """Whether what the present weights generate is too old on arrival."""
+        return self.steps.train_step > self.bound
 
     def _is_stopped(self) -> bool:
         return self._closed or self.producer_state is not ProducerState.RUNNING
@@ -128,10 +143,10 @@ class DisaggregatedAgentLoopManager(Manager):
     async def _when_missing(self, model_step: int, upto: int) -> bool | None:
         if self.model_step != model_step or self._is_stopped() or self.bound > upto:
             return True
-        ledger = await self.replay_buffer.ledger()
         for name in self.tasks:
-            owed = self.progress.owed(name, upto)
-            if owed and await self.replay_buffer.produced(name) < ledger.get(name, {}).get("trained", 0) + owed:
+            available = await self.replay_buffer.produced(name)
+            target = self._target(name, (await self.replay_buffer.ledger()).get(name, {}), upto)
+            if target is not None and available < target:
                 return True
         return None
 
@@ -149,37 +164,56 @@ class DisaggregatedAgentLoopManager(Manager):
         self._check_open()
         whole_number("batch_size", batch_size, least=1)
         whole_number("train_step", train_step, least=1)
-        sizes = self.progress.plan(batch_size, train_step)
-        self.steps.train_step = max(self.steps.train_step, train_step)
-        wants = {name: groups for name, groups in sizes.items() if groups}
         loop = asyncio.get_running_loop()
         began = loop.time()
         for _ in range(2):
             await asyncio.sleep(0)  # a producer that was started just now gets to its first step
-
+        if self._loop_running is not None and batch_size != self._batch_size:
+            raise InvalidInput(
+                f"get_batch asks for {batch_size} groups, but produce_loop fills steps of {self._batch_size}; use one "
+                "batch size for both"
+            )
+        self._check_failure()
+        if train_step > max(self.bound, self.progress.next_consumer_step):
+            # Nothing can be there for it, and steps before it are not done: for those nothing may become too old now.
+            return await self._result(train_step, ProduceStatus.EXPIRED_BATCH, {}, None, loop.time() - began)
+        sizes = self.progress.plan(batch_size, train_step)
+        self.progress.skip_to(train_step)
+        self._asked = max(self._asked, train_step)
+        self._set_clock()
+        self.replay_buffer.nudge()  # the producer may owe more than before
+        wants = {name: groups for name, groups in sizes.items() if groups}
         claim, grant = await self.replay_buffer.lease_attempt(wants, train_step=train_step)
 
         async def attempt() -> dict[str, list[Row]] | ProduceStatus | None:
             self._check_open()
+            self._check_failure()  # at once, not when what it left has been used up
             claimed = await claim()
             if claimed is not None:
                 return claimed
-            if self._failure is not None:
-                raise ProducerStopped(
-                    f"the producer failed: {type(self._failure).__name__}: {self._failure}"
-                ) from self._failure
-            if train_step > self.bound:
+            if self._is_behind():
                 return ProduceStatus.EXPIRED_BATCH
             self._check_producer()
             return None
 
         names = ", ".join(f"{groups} of task {name!r}" for name, groups in wants.items())
-        found: dict[str, list[Row]] | ProduceStatus = await self.replay_buffer.until(
-            attempt, f"the batch of train step {train_step}: {names}", list(wants), timeout_s=timeout_s
-        )
+        what = f"the batch of train step {train_step}: {names}"
+        found: dict[str, list[Row]] | ProduceStatus
+        try:
+            found = await self.replay_buffer.until(attempt, what, list(wants), timeout_s=timeout_s)
+        except WaitTimeout as late:
+            explanation = f"{late.explanation}\n{await self._explain_tasks()}"
+            raise WaitTimeout(what, late.timeout_s, explanation) from None
         lease = None if isinstance(found, ProduceStatus) else await grant(found)
         status = ProduceStatus.NORMAL if lease is not None else ProduceStatus.EXPIRED_BATCH
         return await self._result(train_step, status, sizes, lease, loop.time() - began)
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise ProducerStopped(
+                f"the producer failed: {type(self._failure).__name__}: {self._failure}; what it produced is kept: "
+                "start produce_loop again when the cause is mended"
+            ) from self._failure
 
     def _check_producer(self) -> None:
         in_flight = sum(task.strategy.in_flight(name) for name, task in self.tasks.items())
@@ -194,13 +228,15 @@ class DisaggregatedAgentLoopManager(Manager):
     async def pause_produce(self) -> float:
         """Stop generating, and bring in what is under way, before new weights; the seconds that this took.
 
-        Nothing is stopped if every agent loop takes new weights while it runs.
+        What is under way in agent loops that take new weights while they run goes on; if all of them do, nothing is
+        stopped.
         """
         self._check_open()
-        if all(task.agent_loop.takes_weights_while_running for task in self.tasks.values()):
+        stopping = [name for name, task in self.tasks.items() if not task.agent_loop.takes_weights_while_running]
+        if not stopping:
             return 0.0
         self.producer_state = ProducerState.PAUSED
-        return await self._pause_strategies()
+        return await self._pause_strategies(stopping)
 
     async def continue_produce(self, model_step: int) -> None:
         """Generate again, with the weights of `model_step`."""
@@ -212,6 +248,8 @@ class DisaggregatedAgentLoopManager(Manager):
                 "used already; weights only go back by resume"
             )
         self.steps.model_step = model_step
+        if not self.progress.begun:
+            self.progress.skip_to(model_step + 1)  # a run that starts from weights of a later step
         self.producer_state = ProducerState.RUNNING
         self.replay_buffer.nudge()
         log.info("weights_updated model_step=%d", model_step)

@@ -9,7 +9,7 @@ anything owes neither too little nor too much.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -19,18 +19,26 @@ from forebay.manager.allocation import Credits, allocate, load_credits, save_cre
 __all__ = ["PlannedStep", "ProduceProgress"]
 
 
+Step: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
 class PlannedStep(msgspec.Struct, frozen=True):
     """What one train step takes, and the credits before it was planned."""
 
-    sizes: dict[str, int]
+    sizes: dict[str, Count]
     credits_before: dict[str, str]
+
+    @property
+    def batch_size(self) -> int:
+        return sum(self.sizes.values())
 
 
 class _State(msgspec.Struct, kw_only=True, frozen=True):
-    next_consumer_step: int
-    producer_future_step: int
-    consumed: dict[str, int]
-    planned: dict[int, PlannedStep]
+    next_consumer_step: Step
+    producer_future_step: Step
+    consumed: dict[str, Count]
+    planned: dict[Step, PlannedStep]
     credits: dict[str, str]
 
 
@@ -70,23 +78,36 @@ class ProduceProgress:
         return sum(step.sizes.get(task_name, 0) for number, step in self.planned.items() if number <= upto)
 
     def plan(self, batch_size: int, train_step: int) -> dict[str, int]:
-        """What a step takes of each task; steps before it that nobody has planned are planned, too."""
+        """What a step takes of each task. Steps before it that nobody has planned are left out, and cost no credit."""
         if train_step < self.next_consumer_step:
             raise InvalidInput(
                 f"train step {train_step} was acknowledged already; the next one is {self.next_consumer_step}"
             )
-        first = max(self.target_upto + 1, self.next_consumer_step)
-        for number in range(first, train_step + 1):
+        if train_step not in self.planned:
             before = save_credits(self.credits)
             sizes, self.credits = allocate(batch_size, self.weights, self.credits)
-            self.planned[number] = PlannedStep(sizes, before)
-        sizes = self.planned[train_step].sizes
-        if sum(sizes.values()) != batch_size:
+            self.planned[train_step] = PlannedStep(sizes, before)
+        step = self.planned[train_step]
+        if step.batch_size != batch_size:
             raise InvalidInput(
-                f"step {train_step} is planned with {sum(sizes.values())} groups, but {batch_size} were asked for; use "
-                "one batch size for produce_loop and get_batch"
+                f"step {train_step} is planned with {step.batch_size} groups, but {batch_size} were asked for; use one "
+                "batch size for produce_loop and get_batch"
             )
-        return {name: sizes.get(name, 0) for name in self.weights}
+        return {name: step.sizes.get(name, 0) for name in self.weights}
+
+    def skip_to(self, train_step: int) -> None:
+        """Go on producing from this step: those before it that nobody has planned are left out."""
+        self.producer_future_step = max(self.producer_future_step, train_step)
+
+    @property
+    def begun(self) -> bool:
+        """Whether any step was planned yet."""
+        return bool(self.planned) or any(self.consumed.values())
+
+    def change_batch_size(self, batch_size: int) -> None:
+        """From now on steps have this size; if some are planned with another, all are planned anew."""
+        if any(step.batch_size != batch_size for step in self.planned.values()):
+            self.forget_planned()
 
     def consume(self, train_step: int) -> None:
         """A step is acknowledged: it, and those before it that were left out, are planned no more."""
@@ -153,14 +174,17 @@ class ProduceProgress:
                 load_credits(step.credits_before)
         except (msgspec.ValidationError, ValueError, ZeroDivisionError) as error:
             raise DamagedData(f"the progress in a checkpoint cannot be read: {error}") from None
+        if any(number < state.next_consumer_step for number in state.planned):
+            raise DamagedData("the progress in a checkpoint cannot be read: a step is planned that was consumed before")
         gone = {name for name in (*state.consumed, *state.credits) if name not in self.weights}
         self.next_consumer_step = state.next_consumer_step
         self.producer_future_step = max(state.producer_future_step, state.next_consumer_step)
         self.consumed = {name: state.consumed.get(name, 0) for name in self.weights}
         self.credits = {name: credit for name, credit in credits.items() if name in self.weights}
-        self.planned = dict(state.planned)
+        self.planned, self._last = dict(state.planned), None
         planned_tasks = {name for step in state.planned.values() for name, groups in step.sizes.items() if groups}
-        if planned_tasks - self.weights.keys() or self.weights.keys() - set(state.credits or state.consumed):
+        active = {name for name, weight in self.weights.items() if weight > 0}
+        if planned_tasks - active or self.weights.keys() - set(state.credits or state.consumed):
             self.forget_planned()  # other tasks: another mix
             self.credits = {name: credit for name, credit in self.credits.items() if name in self.weights}
         return gone

@@ -83,19 +83,20 @@ def collect(
     rollouts: dict[int | None, list[RolloutState]] = {}
     for state in issued:
         rollouts.setdefault(state.rollout_id, []).append(state)
+    sound = _is_sound([state for states in answers.values() for state in states], issued[0])
     for rollout_id, prompts in rollouts.items():
         if all(prompt.status is Status.COMPLETED for prompt in prompts):
             members += prompts  # kept as they were: the loop had nothing to do with them
         else:
-            members += _answered(prompts[0], answers.get(rollout_id, ()), partial, missing)
+            members += _answered(prompts[0], answers.get(rollout_id, ()), partial, missing, sound)
     _share_prompt(members)
     return members
 
 
 def _answered(
-    prompt: RolloutState, answers: Sequence[RolloutState], partial: bool, missing: str | None
+    prompt: RolloutState, answers: Sequence[RolloutState], partial: bool, missing: str | None, sound: bool
 ) -> list[RolloutState]:
-    problem = _problem(prompt, answers)
+    problem = None if sound and answers else _problem(prompt, answers)
     if problem is None and any(answer.status is Status.INIT for answer in answers):
         problem = missing or "the agent loop returned it without a status"
     if problem is not None:
@@ -135,6 +136,11 @@ def _continues(answer: RolloutState, prompt: RolloutState) -> bool:
     return before is not None and after is not None and list(after[: len(before)]) == list(before)
 
 
+def _is_sound(answers: Sequence[RolloutState], prompt: RolloutState) -> bool:
+    """Whether nothing is wrong with any answer, looked at together: that is cheaper, and nearly always so."""
+    return bool(answers) and _problem(prompt, answers) is None
+
+
 def _problem(prompt: RolloutState, answers: Sequence[RolloutState]) -> str | None:
     """What is wrong with the answers to one member, or None."""
     if not answers:
@@ -148,8 +154,9 @@ def _problem(prompt: RolloutState, answers: Sequence[RolloutState]) -> str | Non
             answer.attempt = prompt.attempt
             if answer.status not in _STATUSES:
                 raise InvalidGroup(f"the agent loop returned it as {answer.status}")
+            if answer.reward is not None:
+                group_reward((answer,))
         check_group(answers, prompt.task_name or "")
-        group_reward(answers)
     except (InvalidGroup, TypeError, ValueError, AttributeError) as error:
         return str(error)
     return None

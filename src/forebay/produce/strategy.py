@@ -138,6 +138,12 @@ class ProduceStrategy:
             )
         self._tasks: dict[str, _Task] = {}
 
+    @property
+    def reach(self) -> int:
+        """For how many train steps after its weights' own what is generated can be trained on."""
+        token = self.token_stale_threshold
+        return self.stale_threshold if token is None else min(self.stale_threshold, token)
+
     # --- producing ------------------------------------------------------------------------------------
 
     async def produce_batch(
@@ -159,10 +165,10 @@ class ProduceStrategy:
         whole_number("train_step", train_step, least=1)
         whole_number("model_step", model_step, least=0)
         ahead = getattr(agent_loop, "takes_weights_while_running", False)  # it knows better which weights it has
-        if staleness(model_step, train_step) >= self.stale_threshold and not ahead:
+        if staleness(model_step, train_step) >= self.reach and not ahead:
             raise InvalidInput(
                 f"what weights of model_step={model_step} generate is too old for train_step={train_step} when it "
-                f"arrives (the stale threshold is {self.stale_threshold}), so a batch would never fill; sync the "
+                f"arrives (the stale threshold is {self.reach}), so a batch would never fill; sync the "
                 "weights first, or raise max_staleness or sync_weights_interval"
             )
         return await self.produce(

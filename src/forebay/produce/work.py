@@ -318,7 +318,7 @@ class Works:
 
     async def _judged(self, members: list[RolloutState]) -> tuple[str | None, asyncio.CancelledError | None]:
         """Reward and filter; the error, if it cost a try, and a cancel meanwhile. In a pause there is little time."""
-        if self._judge.idle:
+        if self._judge.idle or not any(state.status is Status.COMPLETED for state in members):
             return None, None
         judging = asyncio.ensure_future(self._judge.judge(members, self._max_tries))
         cancelled, hurried = None, False

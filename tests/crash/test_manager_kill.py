@@ -1,0 +1,139 @@
+"""G4 on a real process: a run that is killed again and again skips no prompt and trains none twice.
+
+The parent kills a training process at random moments, also while it opens its store or resumes, and lets the last one
+finish. Then what the final weights were trained on, the log, and the store are held against each other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from forebay import ReplayBuffer, StalenessReplayPolicy
+from forebay.storage.sqlite import SQLiteStorage
+from forebay.testing.simulate import check_ledger
+from tests.crash.manager_child import BATCH, TASKS, Trained, fate, read_weights
+
+ROOT = Path(__file__).parent.parent.parent
+LAST_STEPS = 5
+
+
+def start(directory: Path, kind: str, seed: int, steps: int) -> subprocess.Popen[bytes]:
+    """A process that has imported everything, and begins."""
+    command = [sys.executable, "-m", "tests.crash.manager_child", str(directory), kind, str(seed), str(steps)]
+    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"begin\n", child.communicate()[1].decode()
+    return child
+
+
+def live_and_die(directory: Path, kind: str, seed: int, seconds: float) -> None:
+    child = start(directory, kind, seed, 0)
+    try:
+        _, errors = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.communicate()
+    else:
+        pytest.fail(f"life {seed} ended by itself:\n{errors.decode()}")
+
+
+def live_to_the_end(directory: Path, kind: str, seed: int) -> None:
+    child = start(directory, kind, seed, LAST_STEPS)
+    try:
+        _, errors = child.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        pytest.fail(f"the last life hangs:\n{child.communicate()[1].decode()}")
+    assert child.returncode == 0, errors.decode()
+
+
+def logged(directory: Path) -> tuple[Trained, int]:
+    """What the log says was trained: a resume forgets what came after its step. And all acknowledgements, ever."""
+    trained: Trained = {}
+    acked = 0
+    for line in (directory / "log").read_text().splitlines():
+        word, number, *groups = line.split()
+        step = int(number)
+        if word == "resumed":
+            trained = {earlier: trained[earlier] for earlier in trained if earlier <= step}
+        elif word == "trained":
+            names = [identity.split(":") for identity in groups]
+            trained[step] = [(task_name, int(group_id)) for task_name, group_id in names]
+        elif word == "acked":
+            acked += 1
+    return trained, acked
+
+
+async def account_for_all(directory: Path, trained: Trained) -> None:
+    """Every group that was drawn is there exactly once: trained, filtered, failed, or still held."""
+    seen = [identity for groups in trained.values() for identity in groups]
+    assert len(seen) == len(set(seen)), "a group was trained twice"
+    buffer = ReplayBuffer(StalenessReplayPolicy(), SQLiteStorage(directory / "store.db"))
+    ledger = await buffer.ledger()
+    check_ledger(ledger)
+    assert set(ledger) == set(TASKS)
+    for task_name, line in ledger.items():
+        drawn, _ = await buffer.position(task_name)
+        mine = {group_id for name, group_id in seen if name == task_name}
+        held = [record.group_id for record in await buffer.query({"task_name": task_name, "place": "buffered"})]
+        assert len(held) == len(set(held)), f"{task_name}: held twice"
+        assert not mine & set(held), f"{task_name}: trained, and still held: {mine & set(held)}"
+        assert mine | set(held) <= set(range(drawn)), f"{task_name}: never drawn"
+        ended = set(range(drawn)) - mine - set(held)
+        ends = {group_id: fate(task_name, group_id) for group_id in ended}
+        lost = [group_id for group_id, end in ends.items() if end == "trained"]
+        assert not lost, f"{task_name}: neither trained nor held nor ended for a reason: {lost}"
+        assert all(fate(task_name, group_id) == "trained" for group_id in mine)
+        assert line == {
+            "issued": drawn,
+            "in_flight": 0,
+            "buffered": len(held),
+            "leased": 0,
+            "trained": len(mine),
+            "filtered": sum(end == "filtered" for end in ends.values()),
+            "failed": sum(end == "failed" for end in ends.values()),
+            "discarded": 0,
+        }
+    buffer.storage._check()  # type: ignore[attr-defined]
+    await buffer.close()
+
+
+def kill_often(directory: Path, kind: str, kills: int, seed: int) -> tuple[int, int]:
+    """How many steps were acknowledged in all, and how many of them are in the final weights."""
+    chance = random.Random(seed)
+    directory.mkdir(exist_ok=True)
+    for life in range(kills):
+        live_and_die(directory, kind, seed * 1_000 + life, chance.uniform(0.0, 0.3))
+    live_to_the_end(directory, kind, seed * 1_000 + kills)
+    (last,) = directory.glob("weights-*.json")
+    model_step = int(last.stem.split("-")[1])
+    trained = read_weights(directory, model_step)
+    assert sorted(trained) == list(range(1, model_step + 1)), "a step is missing"
+    assert all(len(groups) == BATCH for groups in trained.values())
+    from_log, acked = logged(directory)
+    assert from_log == trained, "the log and the weights disagree"
+    asyncio.run(account_for_all(directory, trained))
+    return acked, model_step
+
+
+@pytest.mark.parametrize("kind", ["colocated", "disaggregated"])
+def test_g04_a_process_that_is_killed_ten_times_skips_nothing_and_trains_nothing_twice(
+    tmp_path: Path, kind: str
+) -> None:
+    acked, kept = kill_often(tmp_path, kind, 10, seed=1)
+    assert acked > kept > 20, "the children hardly got to work"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["colocated", "disaggregated"])
+def test_g04_a_process_that_is_killed_a_hundred_times_skips_nothing_and_trains_nothing_twice(
+    tmp_path: Path, kind: str
+) -> None:
+    for part in range(4):
+        kill_often(tmp_path / str(part), kind, 25, seed=10 + part)

@@ -1,0 +1,934 @@
+"""Disaggregated: a producer that runs ahead as far as its weights allow, and a consumer that never waits in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from forebay import (
+    AsyncProduceStrategy,
+    Budgets,
+    BufferClosed,
+    DisaggregatedAgentLoopManager,
+    FunctionAgentLoop,
+    InvalidInput,
+    LostLease,
+    MemoryStorage,
+    ProduceError,
+    ProducerState,
+    ProducerStopped,
+    ProduceStatus,
+    ReplayBuffer,
+    RolloutState,
+    Status,
+    SyncProduceStrategy,
+    Timeouts,
+    TooManyFailures,
+    WaitTimeout,
+)
+from forebay.staleness import group_staleness
+from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, SimulationStuck, run
+from tests.support import turns
+from tests.test_manager import Plane, by_group, failing
+from tests.test_strategy import Counted, after, answer, at_once, ids, never, now, simulated, sorted_ids
+
+Disaggregated = Plane[DisaggregatedAgentLoopManager]
+
+
+def disaggregated(tasks: Mapping[str, float] | None = None, **options: Any) -> Disaggregated:
+    return Plane(DisaggregatedAgentLoopManager, tasks, **({"make": AsyncProduceStrategy} | options))
+
+
+@asynccontextmanager
+async def producing(plane: Disaggregated, batch_size: int = 2) -> AsyncIterator[asyncio.Task[None]]:
+    """A producer in the background, until the block ends."""
+    producer = asyncio.create_task(plane.manager.produce_loop(batch_size))
+    try:
+        yield producer
+    finally:
+        await plane.manager.shutdown()
+        with suppress(Exception, asyncio.CancelledError):
+            await producer
+        await plane.check_idle()
+
+
+async def sync_weights(plane: Disaggregated, step: int) -> None:
+    await plane.manager.pause_produce()
+    for loop in plane.loops.values():
+        if isinstance(loop, SimulatedEngine):
+            loop.set_weights(step)
+    await plane.manager.continue_produce(step)
+
+
+# --- running ahead --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_staleness", "interval", "bound"), [(0, 1, 1), (0, 4, 4), (1, 2, 4), (2, 1, 3)])
+def test_the_producer_runs_ahead_to_its_bound_and_not_further(max_staleness: int, interval: int, bound: int) -> None:
+    async def main() -> None:
+        plane = disaggregated({"a": 2, "b": 1}, loop=after(1), max_staleness=max_staleness, interval=interval)
+        async with producing(plane, 3):
+            await asyncio.sleep(100)
+            assert plane.manager.bound == bound
+            assert plane.manager.progress.target_upto == bound
+            assert await plane.ledger("a") == {"issued": 2 * bound, "buffered": 2 * bound}
+            assert await plane.ledger("b") == {"issued": bound, "buffered": bound}
+            await sync_weights(plane, 3)
+            await asyncio.sleep(100)
+            assert plane.manager.bound == 3 + bound
+            assert plane.manager.progress.target_upto == 3 + bound
+
+    for seed in range(3):
+        run(main, seed=seed)
+
+
+@simulated
+async def test_steps_are_filled_one_after_the_other() -> None:
+    plane = disaggregated(loop=after(1), interval=4)
+    async with producing(plane):
+        for step in range(1, 5):
+            await asyncio.sleep(0.5)
+            assert plane.manager.progress.producer_future_step == step
+            await asyncio.sleep(0.5)
+        await turns(20)
+        assert plane.manager.progress.producer_future_step == 5
+
+
+@simulated
+async def test_at_the_bound_what_goes_is_replaced() -> None:
+    plane = disaggregated({"a": 1, "b": 1}, loop=after(1), interval=2)
+    async with producing(plane):
+        await asyncio.sleep(10)
+        assert await plane.ledger("a") == {"issued": 2, "buffered": 2}
+        assert await plane.buffer.discard({"task_name": "a", "group_id": 0}, "not wanted") == 1
+        await asyncio.sleep(10)
+        assert await plane.ledger("a") == {"issued": 3, "buffered": 2, "discarded": 1}
+        assert await plane.buffer.discard({}, "none of it") == 4
+        await asyncio.sleep(10)
+        assert await plane.ledger("a") == {"issued": 5, "buffered": 2, "discarded": 3}
+        assert await plane.ledger("b") == {"issued": 4, "buffered": 2, "discarded": 2}
+        assert plane.manager.progress.target_upto == 2
+
+
+@simulated
+async def test_what_is_filtered_is_replaced() -> None:
+    def odd(group: list[RolloutState]) -> bool | str:
+        return (group[0].group_id or 0) % 3 != 0 or "dull"
+
+    plane = disaggregated(loop=after(1), interval=2, is_valid_sample_fn=odd)
+    async with producing(plane):
+        await asyncio.sleep(50)
+        ledger = await plane.ledger()
+        assert (ledger["buffered"], plane.manager.progress.target_upto) == (4, 2)
+        assert ledger["filtered"] == sum(number % 3 == 0 for number in range(ledger["issued"]))
+
+
+@simulated
+async def test_what_expires_below_the_bound_is_generated_again() -> None:
+    plane = disaggregated(loop=after(1), max_staleness=1)
+    async with producing(plane):
+        await asyncio.sleep(10)
+        assert await plane.ledger() == {"issued": 4, "buffered": 4}
+        await sync_weights(plane, 2)
+        batch = await plane.manager.get_batch(2, 3)
+        assert {spans for group in batch.groups for state in group for spans in state.version_spans} == {(2, 3)}
+        await asyncio.sleep(10)
+        ledger = await plane.ledger()
+        assert ledger["issued"] == ledger["buffered"] + 2
+        assert await plane.buffer.count("math", Status.EXPIRED) == 0
+
+
+@simulated
+async def test_rejected_and_returned_groups_are_refilled_and_used() -> None:
+    plane = disaggregated(loop=after(1))
+    async with producing(plane):
+        async with plane.manager.get_batch(2, 1) as batch:
+            assert batch.lease is not None
+            await batch.lease.reject(batch.groups[:1], "no gradient")
+            await asyncio.sleep(10)
+            assert await plane.ledger() == {"issued": 3, "buffered": 1, "leased": 1, "discarded": 1}
+        assert await plane.ledger() == {"issued": 3, "buffered": 1, "trained": 1, "discarded": 1}
+
+
+@simulated
+async def test_a_slow_task_does_not_let_the_fast_one_run_away() -> None:
+    plane = disaggregated({"fast": 1, "slow": 1}, loop={"fast": at_once, "slow": after(50)}, interval=8)
+    async with producing(plane):
+        await asyncio.sleep(40)
+        assert await plane.ledger("fast") == {"issued": 1, "buffered": 1}
+
+
+@simulated
+async def test_a_task_without_weight_neither_runs_nor_binds() -> None:
+    plane = disaggregated(
+        {"a": 1, "off": 0}, loop={"a": after(1), "off": failing()}, each={"a": {"max_staleness": 3}, "off": {}}
+    )
+    async with producing(plane):
+        await asyncio.sleep(50)
+        assert plane.manager.bound == 4
+        assert await plane.ledger("a") == {"issued": 8, "buffered": 8}
+        assert await plane.ledger("off") == {}
+
+
+@simulated
+async def test_the_strictest_task_binds_all() -> None:
+    plane = disaggregated({"a": 1, "b": 1}, each={"a": {"max_staleness": 3}, "b": {"max_staleness": 1}})
+    assert plane.manager.bound == 2
+
+
+# --- getting batches ------------------------------------------------------------------------------------
+
+
+@simulated
+async def test_a_batch_is_waited_for_and_full() -> None:
+    plane = disaggregated({"b": 1, "a": 2, "c": 0}, loop=after(5))
+    async with producing(plane, 7), plane.manager.get_batch(7, 1) as batch:
+        assert now() == 5.0, "woken by the last group itself"
+        assert batch.task_batch_sizes == {"b": 2, "a": 5, "c": 0}
+        assert {name: len(groups) for name, groups in batch.groups_by_task.items()} == {"b": 2, "a": 5}
+        assert (batch.status, batch.produce_time_s) == (ProduceStatus.NORMAL, 5.0)
+        assert batch.task_results["a"].group_gen_mean_s == 5.0
+    assert await plane.ledger("a") == {"issued": 5, "trained": 5}
+
+
+@simulated
+async def test_a_batch_that_is_ready_is_handed_out_though_the_producer_is_at_its_bound() -> None:
+    """The reference returns an empty one."""
+    plane = disaggregated(interval=4)
+    async with producing(plane):
+        await asyncio.sleep(10)
+        for step in range(1, 5):
+            assert plane.manager.progress.producer_future_step > plane.manager.bound
+            batch = await plane.manager.get_batch(2, step)
+            assert (batch.status, len(batch.groups), batch.produce_time_s) == (ProduceStatus.NORMAL, 2, 0.0)
+
+
+@simulated
+async def test_weights_too_old_for_a_step_give_an_empty_batch_and_the_same_step_again() -> None:
+    plane = disaggregated()
+    async with producing(plane):
+        await plane.manager.get_batch(2, 1)
+        async with plane.manager.get_batch(2, 2) as batch:
+            assert (batch.status, batch.groups, batch.lease) == (ProduceStatus.EXPIRED_BATCH, [], None)
+            assert batch.task_batch_sizes == {"math": 2}
+        assert plane.manager.next_train_step == 2, "an empty batch is no step"
+        assert (await plane.manager.get_batch(2, 2)).status is ProduceStatus.EXPIRED_BATCH
+        await sync_weights(plane, 1)
+        batch = await plane.manager.get_batch(2, 2)
+        assert (batch.status, len(batch.groups)) == (ProduceStatus.NORMAL, 2)
+        assert batch.task_results["math"].produced_groups == 2, "asking in vain took nothing from the figures"
+
+
+@simulated
+async def test_a_wait_ends_when_newer_weights_come_and_not_before() -> None:
+    plane = disaggregated(loop=after(5))
+    async with producing(plane):
+        await plane.manager.get_batch(2, 1)
+        await plane.manager.pause_produce()
+        await plane.manager.continue_produce(1)
+        assert len((await plane.manager.get_batch(2, 2)).groups) == 2
+        assert now() == 10.0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.3, 5.0], ids=["at once", "fast", "slow"])
+def test_weights_synced_every_four_steps_are_synced_four_times_in_sixteen(seconds: float) -> None:
+    """The reference needs sixteen with fast rollouts, and hands out twelve empty batches."""
+
+    async def main() -> None:
+        plane = disaggregated(loop=after(seconds), interval=4, max_staleness=0, over_sample_threshold=0.5)
+        syncs = empty = 0
+        async with producing(plane, 4):
+            step = 1
+            while step <= 16:
+                async with plane.manager.get_batch(4, step) as batch:
+                    if batch.status is ProduceStatus.NORMAL:
+                        assert len(batch.groups) == 4
+                        assert max(group_staleness(group, step) for group in batch.groups) < 4
+                        await asyncio.sleep(1)
+                if batch.status is ProduceStatus.EXPIRED_BATCH:
+                    empty += 1
+                    await sync_weights(plane, step - 1)
+                    syncs += 1
+                    continue
+                if step % 4 == 0:
+                    await sync_weights(plane, step)
+                    syncs += 1
+                step += 1
+        assert (syncs, empty) == (4, 0)
+        assert (await plane.ledger())["trained"] == 64
+
+    for seed in range(3):
+        run(main, seed=seed)
+
+
+@simulated
+async def test_a_batch_is_taken_for_good_or_leased() -> None:
+    plane = disaggregated(interval=3)
+    async with producing(plane):
+        taken = await plane.manager.get_batch(2, 1)
+        assert taken.lease is None
+        with pytest.raises(RuntimeError, match="out of memory"):
+            async with plane.manager.get_batch(2, 2) as first:
+                raise RuntimeError("out of memory")
+        async with plane.manager.get_batch(2, 2) as second:
+            assert sorted_ids(second.groups) == sorted_ids(first.groups)
+        assert plane.manager.next_train_step == 3
+
+
+@simulated
+async def test_a_lost_lease_is_an_error_and_the_step_gets_a_full_batch_again() -> None:
+    plane = disaggregated(loop=after(1))
+    async with producing(plane):
+        with pytest.raises(LostLease):
+            async with plane.manager.get_batch(2, 1):
+                await plane.buffer.storage.release(plane.buffer.owner)
+        assert plane.manager.next_train_step == 1
+        assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+
+
+@simulated
+async def test_a_batch_lost_at_the_bound_with_its_groups_was_waited_for_for_ever() -> None:
+    """The producer had gone to wait for newer weights, and was not told that the step is to be done after all."""
+    plane = disaggregated(loop=after(1))
+    async with producing(plane):
+        batch = await plane.manager.get_batch(2, 1).__aenter__()
+        assert batch.lease is not None
+        settle = batch.lease._settle
+
+        async def late(*args: Any) -> None:
+            await asyncio.sleep(10)  # a store takes its time, and the producer sees the step as done
+            await plane.buffer.storage.release(plane.buffer.owner)
+            await plane.buffer.discard({}, "gone")
+            await settle(*args)
+
+        batch.lease._settle = late
+        with pytest.raises(LostLease):
+            await batch.lease.ack()
+        assert len((await plane.manager.get_batch(2, 1, timeout_s=100)).groups) == 2
+
+
+@simulated
+async def test_two_batches_may_be_held_at_a_time() -> None:
+    plane = disaggregated(loop=after(1), interval=2)
+    async with producing(plane):
+        async with plane.manager.get_batch(2, 1) as first, plane.manager.get_batch(2, 2) as second:
+            assert not set(ids(first.groups)) & set(ids(second.groups))
+        assert plane.manager.next_train_step == 3
+        assert await plane.ledger() == {"issued": 4, "trained": 4}
+
+
+@simulated
+async def test_a_step_that_was_acknowledged_is_refused() -> None:
+    plane = disaggregated(interval=2)
+    async with producing(plane):
+        await plane.manager.get_batch(2, 1)
+        with pytest.raises(InvalidInput, match="train step 1 was acknowledged already; the next one is 2"):
+            await plane.manager.get_batch(2, 1)
+
+
+@simulated
+async def test_another_batch_size_is_refused_and_does_not_stop_the_producer() -> None:
+    """It was planned with the consumer's size, and the producer died of it."""
+    plane = disaggregated(loop=after(1), interval=4)
+    async with producing(plane) as producer:
+        for step in (1, 3, 4):
+            with pytest.raises(InvalidInput, match="get_batch asks for 5 groups, but produce_loop fills steps of 2"):
+                await plane.manager.get_batch(5, step)
+        await asyncio.sleep(10)
+        assert not producer.done()
+        assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+
+
+@simulated
+async def test_a_producer_of_another_batch_size_than_before_plans_anew() -> None:
+    plane = disaggregated({"a": 2, "b": 1}, interval=2)
+    producer = asyncio.create_task(plane.manager.produce_loop(3))
+    await plane.manager.get_batch(3, 1)
+    await asyncio.sleep(5)
+    producer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await producer
+    async with producing(plane, 6):
+        batch = await plane.manager.get_batch(6, 2)
+        assert batch.task_batch_sizes == {"a": 4, "b": 2}
+
+
+@pytest.mark.parametrize("arguments", [(0, 1), (-1, 1), (1.5, 1), (2, 0), (2, None)])
+def test_numbers_that_make_no_sense_are_refused(arguments: tuple[Any, Any]) -> None:
+    async def main() -> None:
+        plane = disaggregated()
+        with pytest.raises(InvalidInput, match=r"batch_size is|train_step is"):
+            await plane.manager.get_batch(*arguments)
+        if arguments[0] != 2:
+            with pytest.raises(InvalidInput, match="batch_size is"):
+                await plane.manager.produce_loop(arguments[0])
+
+    run(main)
+
+
+@simulated
+async def test_a_run_that_starts_from_later_weights_produced_every_step_before_them() -> None:
+    plane = disaggregated(loop=after(1))
+    await plane.manager.continue_produce(100)
+    async with producing(plane):
+        await asyncio.sleep(50)
+        assert await plane.ledger() == {"issued": 2, "buffered": 2}
+        assert len((await plane.manager.get_batch(2, 101)).groups) == 2
+        await asyncio.sleep(50)
+        assert await plane.ledger() == {"issued": 2, "trained": 2}
+        assert plane.manager.next_train_step == 102
+
+
+@simulated
+async def test_steps_that_the_trainer_leaves_out_are_not_produced() -> None:
+    plane = disaggregated(loop=after(1))
+    async with producing(plane):
+        await plane.manager.get_batch(2, 1)
+        assert (await plane.manager.get_batch(2, 41)).status is ProduceStatus.EXPIRED_BATCH
+        await sync_weights(plane, 40)
+        assert len((await plane.manager.get_batch(2, 41)).groups) == 2
+        await asyncio.sleep(50)
+        assert await plane.ledger() == {"issued": 4, "trained": 4}
+
+
+@simulated
+async def test_asking_beyond_the_bound_made_the_steps_before_it_unfillable() -> None:
+    """Everything was judged for the step that was asked for: too old on arrival, generated again, without end."""
+    plane = disaggregated(loop=after(1))
+    async with producing(plane):
+        async with plane.manager.get_batch(2, 2) as ahead:
+            assert (ahead.status, ahead.groups) == (ProduceStatus.EXPIRED_BATCH, [])
+        held = await plane.manager.get_batch(2, 1).__aenter__()
+        for step in (2, 1_000):
+            assert (await plane.manager.get_batch(2, step)).status is ProduceStatus.EXPIRED_BATCH
+        assert held.lease is not None
+        await held.lease.nack()
+        await asyncio.sleep(50)
+        assert await plane.ledger() == {"issued": 2, "buffered": 2}
+        assert len((await plane.manager.get_batch(2, 1, timeout_s=50)).groups) == 2
+
+
+@simulated
+async def test_a_trainer_that_goes_back_to_a_step_it_left_out_gets_it() -> None:
+    plane = disaggregated(loop=after(1), interval=8)
+    async with producing(plane):
+        first = await plane.manager.get_batch(2, 5).__aenter__()
+        assert first.lease is not None
+        await first.lease.nack()
+        for step in (2, 3, 5, 6):
+            assert len((await plane.manager.get_batch(2, step, timeout_s=50)).groups) == 2
+
+
+# --- weight updates -------------------------------------------------------------------------------------
+
+
+@simulated
+async def test_a_pause_brings_everything_in_and_nothing_starts_before_the_weights_are_there() -> None:
+    calls = Counted(after(30))
+    plane = disaggregated({"a": 1, "b": 1}, loop=calls, over_sample_threshold=1.0, interval=2)
+    async with producing(plane):
+        await asyncio.sleep(10)
+        assert (await plane.ledger("a"))["in_flight"] == 2
+        states = [plane.manager.producer_state]
+        await plane.manager.pause_produce()
+        assert [*states, plane.manager.producer_state] == [ProducerState.RUNNING, ProducerState.PAUSED]
+        await plane.check_idle()
+        started = len(calls.samples)
+        await asyncio.sleep(500)
+        await plane.buffer.discard({}, "also what has to be replaced")
+        await asyncio.sleep(500)
+        assert len(calls.samples) == started
+        await plane.check_idle()
+        await plane.manager.continue_produce(1)
+        await asyncio.sleep(1)
+        assert len(calls.samples) > started
+        assert plane.manager.model_step == 1
+
+
+@simulated
+async def test_a_pause_says_how_long_it_took() -> None:
+    engine = SimulatedEngine(lengths=LongTail(median=1000, sigma=0, long_share=0), abort_latency_s=2)
+    plane = disaggregated(loop=engine)
+    async with producing(plane):
+        await asyncio.sleep(3)
+        assert await plane.manager.pause_produce() == 2.0
+        assert await plane.manager.pause_produce() == 0.0
+        engine.set_weights(1)
+        await plane.manager.continue_produce(1)
+        batch = await plane.manager.get_batch(2, 1)
+        assert batch.task_results["math"].pause_time_s == 2.0
+
+
+@simulated
+async def test_older_weights_than_those_in_use_are_refused() -> None:
+    plane = disaggregated()
+    await plane.manager.continue_produce(3)
+    with pytest.raises(InvalidInput, match="weights of step 2, but those of step 3 were used already"):
+        await plane.manager.continue_produce(2)
+    await plane.manager.continue_produce(3)
+    assert plane.manager.model_step == 3
+    with pytest.raises(InvalidInput, match="model_step is -1"):
+        await plane.manager.continue_produce(-1)
+
+
+class TakesWeights(FunctionAgentLoop):
+    takes_weights_while_running = True
+
+
+@simulated
+async def test_loops_that_take_weights_while_they_run_are_not_stopped() -> None:
+    calls = Counted(after(10))
+    plane = disaggregated(loop=TakesWeights(calls))
+    async with producing(plane):
+        await asyncio.sleep(5)
+        assert await plane.manager.pause_produce() == 0.0
+        assert plane.manager.producer_state is ProducerState.RUNNING
+        assert (await plane.ledger())["in_flight"] == 2
+        await plane.manager.continue_produce(1)
+        assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+        assert now() == 10.0
+        assert len(calls.samples) == 4, "every sample was generated once"
+
+
+@simulated
+async def test_a_loop_that_takes_weights_while_it_runs_was_stopped_because_of_another_one() -> None:
+    taking, stopping = Counted(after(10)), Counted(after(10))
+    plane = disaggregated({"a": 1, "b": 1}, loop={"a": TakesWeights(taking), "b": FunctionAgentLoop(stopping)})
+    async with producing(plane):
+        await asyncio.sleep(5)
+        await plane.manager.pause_produce()
+        assert (await plane.ledger("a"), await plane.ledger("b")) == (
+            {"issued": 1, "in_flight": 1},
+            {"issued": 1, "buffered": 1},
+        )
+        await plane.manager.continue_produce(1)
+        await plane.manager.get_batch(2, 1)
+        assert now() == 15.0
+        assert (len(taking.samples), len(stopping.samples)) == (2, 4)
+
+
+def paused_at(number: int | None, *, make: Any, seed: int) -> int:
+    """A run that is paused at an event, and looked at; the events of a run without that."""
+    events = 0
+
+    async def main() -> None:
+        nonlocal events
+        calls = Counted(by_group(1, 2, 5))
+
+        async def rewarded(state: RolloutState) -> float:
+            await asyncio.sleep(0.2)
+            return 1.0
+
+        options: dict[str, Any] = {} if make is SyncProduceStrategy else {"over_sample_threshold": 0.5}
+        plane = disaggregated({"a": 1, "b": 1}, loop=calls, make=make, reward_fn=rewarded, interval=2, **options)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimulatedLoop)
+        pausing: asyncio.Future[asyncio.Task[float]] = loop.create_future()
+        if number is not None:
+            loop.at_event(number, lambda: pausing.set_result(loop.create_task(plane.manager.pause_produce())))
+        producer = asyncio.create_task(plane.manager.produce_loop(2))
+        step = 1
+
+        async def train() -> None:
+            nonlocal step
+            while step <= 2:
+                async with plane.manager.get_batch(2, step):
+                    await asyncio.sleep(1)
+                step += 1
+
+        training = asyncio.ensure_future(train())
+        if number is None:
+            await training
+            events = loop.events
+        else:
+            await (await pausing)
+            await plane.check_idle()
+            begun = len(calls.samples)
+            await asyncio.sleep(60)
+            assert len(calls.samples) == begun, "something was started in a pause"
+            await plane.check_idle()
+            await plane.manager.continue_produce(0)
+            await training
+        assert not producer.done()
+        await plane.manager.shutdown()
+        await producer
+        await plane.check_idle()
+        assert sum(line["trained"] for line in (await plane.buffer.ledger()).values()) == 4
+
+    run(main, seed=seed, max_events=100_000, max_seconds=10_000)
+    return events
+
+
+@pytest.mark.parametrize("make", [AsyncProduceStrategy, SyncProduceStrategy])
+def test_a_pause_at_every_point_in_turn_lets_nothing_start(make: Any) -> None:
+    for number in range(3, paused_at(None, make=make, seed=1)):
+        try:
+            paused_at(number, make=make, seed=1)
+        except BaseException as error:
+            raise AssertionError(f"a pause at event {number}: {error!r}") from error
+
+
+@simulated
+async def test_a_pause_before_the_producer_starts_holds_it() -> None:
+    calls = Counted(at_once)
+    plane = disaggregated(loop=calls)
+    await plane.manager.pause_produce()
+    async with producing(plane):
+        await asyncio.sleep(50)
+        assert calls.samples == []
+        await plane.manager.continue_produce(0)
+        assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+
+
+# --- failures -------------------------------------------------------------------------------------------
+
+
+@simulated
+async def test_a_failure_of_the_producer_surfaces_in_a_waiting_get_batch_and_in_later_ones() -> None:
+    plane = disaggregated(
+        {"good": 1, "bad": 1},
+        loop={"good": after(500), "bad": failing(1)},
+        budgets=Budgets(max_consecutive_failures=3),
+        max_tries=9,
+    )
+    producer = asyncio.create_task(plane.manager.produce_loop(2))
+    with pytest.raises(ProducerStopped, match="the producer failed: TooManyFailures: 3 groups of task 'bad'") as caught:
+        await plane.manager.get_batch(2, 1)
+    assert isinstance(caught.value.__cause__, TooManyFailures)
+    assert now() == 3.0
+    with pytest.raises(TooManyFailures):
+        await producer
+    await plane.check_idle()
+    for step in (1, 2):
+        with pytest.raises(ProducerStopped, match="the producer failed"):
+            await plane.manager.get_batch(2, step)
+    assert "producer failed: 3 groups" in await plane.manager.explain_wait()
+
+    plane.loops["bad"].function = at_once  # type: ignore[attr-defined]
+    plane.loops["good"].function = at_once  # type: ignore[attr-defined]
+    async with producing(plane):
+        assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+
+
+@simulated
+async def test_a_failure_was_hidden_until_everything_was_used_up() -> None:
+    async def some(state: RolloutState) -> None:
+        await asyncio.sleep(1)
+        if (state.group_id or 0) >= 6:
+            raise RuntimeError("the engine is down")
+        answer(state)
+
+    plane = disaggregated(loop=some, interval=8, budgets=Budgets(max_consecutive_failures=2), max_tries=9)
+    producer = asyncio.create_task(plane.manager.produce_loop(2))
+    await asyncio.sleep(20)
+    assert (await plane.ledger())["buffered"] >= 6
+    with pytest.raises(ProducerStopped, match="what it produced is kept"):
+        await plane.manager.get_batch(2, 1)
+    with pytest.raises(TooManyFailures):
+        await producer
+    plane.loops["math"].function = at_once  # type: ignore[attr-defined]
+    async with producing(plane):
+        assert sorted_ids((await plane.manager.get_batch(2, 1)).groups) == [0, 1], "it is kept"
+
+
+@simulated
+async def test_a_producer_that_was_never_started_is_an_error_at_once() -> None:
+    plane = disaggregated()
+    with pytest.raises(ProducerStopped, match="produce_loop is not running; start it with"):
+        await plane.manager.get_batch(2, 1)
+    assert now() == 0
+
+
+@simulated
+async def test_a_producer_that_is_started_just_now_is_one() -> None:
+    plane = disaggregated(loop=after(1))
+    producer = asyncio.create_task(plane.manager.produce_loop(2))
+    assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+    await plane.manager.shutdown()
+    await producer
+
+
+@simulated
+async def test_a_producer_that_was_cancelled_gives_its_groups_back_and_ends_waits() -> None:
+    plane = disaggregated({"a": 1, "b": 1}, loop=after(100), over_sample_threshold=1.0, interval=2)
+    producer = asyncio.create_task(plane.manager.produce_loop(2))
+    getting = asyncio.ensure_future(plane.manager.get_batch(2, 1).__aenter__())
+    await asyncio.sleep(10)
+    producer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await producer
+    await plane.check_idle()
+    assert await plane.ledger("a") == {"issued": 2, "buffered": 2}
+    with pytest.raises(ProducerStopped, match="produce_loop is not running"):
+        await getting
+    assert now() == 10.0
+
+
+@simulated
+async def test_what_is_there_is_handed_out_without_a_producer() -> None:
+    plane = disaggregated(interval=2)
+    producer = asyncio.create_task(plane.manager.produce_loop(2))
+    await asyncio.sleep(5)
+    producer.cancel()
+    await asyncio.wait([producer])
+    for step in (1, 2):
+        assert len((await plane.manager.get_batch(2, step)).groups) == 2
+    assert (await plane.manager.get_batch(2, 3)).status is ProduceStatus.EXPIRED_BATCH
+    await plane.manager.continue_produce(2)
+    with pytest.raises(ProducerStopped):
+        await plane.manager.get_batch(2, 3)
+
+
+@simulated
+async def test_one_producer_at_a_time() -> None:
+    plane = disaggregated()
+    async with producing(plane):
+        await asyncio.sleep(1)
+        with pytest.raises(InvalidInput, match="produce_loop runs already"):
+            await plane.manager.produce_loop(2)
+        assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+
+
+@simulated
+async def test_a_function_that_stops_before_the_step_is_full_kept_the_producer_busy_for_ever() -> None:
+    plane = disaggregated(
+        loop=by_group(1, 2, 3, 99), interval=2, should_continue_fn=lambda available, target: available < target - 1
+    )
+    producer = asyncio.create_task(plane.manager.produce_loop(4))
+    with pytest.raises(ProducerStopped, match="should_continue_fn of task 'math' stopped at 3 of 4 groups"):
+        await plane.manager.get_batch(4, 1)
+    with pytest.raises(ProduceError):
+        await producer
+    await plane.check_idle()
+
+
+@simulated
+async def test_a_timeout_explains_what_is_missing() -> None:
+    buffer = ReplayBuffer(storage=MemoryStorage(clock=now))
+    plane = disaggregated({"math": 2, "code": 1}, loop={"math": by_group(1, 500), "code": at_once}, buffer=buffer)
+    async with producing(plane, 3):
+        with pytest.raises(WaitTimeout) as caught:
+            await plane.manager.get_batch(3, 1, timeout_s=60)
+        assert now() == 60.0
+        text = caught.value.explanation
+        assert str(caught.value).startswith(
+            "the batch of train step 1: 2 of task 'math', 1 of task 'code': not within 60 s\n"
+        )
+        assert "waited 60.0 s so far for the batch of train step 1" in text
+        assert "task 'math': buffered 1 completed; 1 in flight" in text
+        assert "the oldest (group 1) for 60.0 s" in text
+        assert "task 'math': 1 groups missing of 2 owed up to step 1; 1 being generated here" in text
+        assert "task 'code': 0 groups missing of 1 owed" in text
+        assert "producer running, filling step 1, at most up to 1" in text
+        assert await plane.ledger("code") == {"issued": 1, "buffered": 1}, "nothing was taken"
+        with pytest.raises(WaitTimeout):
+            await plane.manager.get_batch(3, 1, timeout_s=0)
+        with pytest.raises(InvalidInput, match="timeout_s is 'soon'"):
+            await plane.manager.get_batch(3, 1, timeout_s="soon")  # type: ignore[arg-type]
+
+
+@simulated
+async def test_a_paused_producer_is_said_to_be_paused() -> None:
+    plane = disaggregated()
+    async with producing(plane):
+        await plane.manager.pause_produce()
+        with pytest.raises(WaitTimeout, match="producer paused, filling step 1"):
+            await plane.manager.get_batch(2, 1, timeout_s=5)
+        await plane.manager.continue_produce(0)
+
+
+@simulated
+async def test_a_cancelled_wait_takes_nothing() -> None:
+    plane = disaggregated(loop=after(5))
+    async with producing(plane):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(plane.manager.get_batch(2, 1).__aenter__(), 2)
+        await asyncio.sleep(10)
+        assert await plane.ledger() == {"issued": 2, "buffered": 2}
+
+
+# --- the end --------------------------------------------------------------------------------------------
+
+
+@simulated
+async def test_a_shutdown_returns_what_is_in_flight_and_ends_every_wait() -> None:
+    plane = disaggregated({"a": 1, "b": 1}, loop=after(100), over_sample_threshold=1.0)
+    producer = asyncio.create_task(plane.manager.produce_loop(2))
+    getting = asyncio.ensure_future(plane.manager.get_batch(2, 1).__aenter__())
+    await asyncio.sleep(10)
+    await plane.manager.shutdown()
+    await plane.check_idle()
+    assert producer.done() or (await turns() or producer.done())  # type: ignore[func-returns-value]
+    await producer
+    with pytest.raises(BufferClosed, match="this manager was shut down"):
+        await getting
+    for call in (
+        lambda: plane.manager.get_batch(2, 1),
+        lambda: plane.manager.produce_loop(2),
+        lambda: plane.manager.pause_produce(),
+        lambda: plane.manager.continue_produce(1),
+    ):
+        with pytest.raises(BufferClosed):
+            await call()
+    await plane.manager.shutdown()
+    assert await plane.ledger("a") == {"issued": 2, "buffered": 2}, "the buffer stays open"
+
+
+@simulated
+async def test_a_shutdown_ends_a_paused_producer_and_one_at_its_bound() -> None:
+    for paused in (False, True):
+        plane = disaggregated()
+        producer = asyncio.create_task(plane.manager.produce_loop(2))
+        await asyncio.sleep(10)
+        if paused:
+            await plane.manager.pause_produce()
+        else:
+            await plane.manager.get_batch(2, 1)  # now it waits for newer weights
+        await asyncio.sleep(10)
+        await plane.manager.shutdown()
+        await producer
+
+
+@simulated
+async def test_a_batch_that_is_held_can_be_acknowledged_after_a_shutdown() -> None:
+    plane = disaggregated()
+    async with producing(plane), plane.manager.get_batch(2, 1):
+        await plane.manager.shutdown()
+    assert await plane.ledger() == {"issued": 2, "trained": 2}
+    assert plane.manager.next_train_step == 2
+
+
+@simulated
+async def test_a_buffer_closed_under_the_producer_ends_it() -> None:
+    plane = disaggregated(loop=after(100))
+    producer = asyncio.create_task(plane.manager.produce_loop(2))
+    await asyncio.sleep(10)
+    await plane.buffer.close()
+    with pytest.raises(BufferClosed):
+        await producer
+    with pytest.raises(BufferClosed):
+        await plane.manager.get_batch(2, 1)
+
+
+@simulated
+async def test_a_loop_that_ignores_cancels_delays_a_shutdown_and_no_more() -> None:
+    async def stubborn(state: RolloutState) -> None:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+                return
+
+    plane = disaggregated(loop=stubborn, timeouts=Timeouts(cancel_timeout_s=5))
+    producer = asyncio.create_task(plane.manager.produce_loop(2))
+    await asyncio.sleep(10)
+    await plane.manager.shutdown()
+    assert now() <= 20.0
+    await plane.check_idle()
+    await producer
+
+
+def stopped_at(number: int | None, how: str) -> int:
+    """A run whose producer is cancelled, or whose manager is shut down, at an event; the events without that."""
+    events = 0
+
+    async def main() -> None:
+        nonlocal events
+        plane = disaggregated({"a": 1, "b": 1}, loop=by_group(1, 2, 5), over_sample_threshold=0.5, interval=2)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimulatedLoop)
+        producer = asyncio.create_task(plane.manager.produce_loop(2))
+        ending: list[asyncio.Task[None]] = []
+        faults: dict[str, Callable[[], object]] = {
+            "cancel": producer.cancel,
+            "shutdown": lambda: ending.append(loop.create_task(plane.manager.shutdown())),
+        }
+        if number is not None:
+            loop.at_event(number, faults[how])
+
+        async def train() -> None:
+            for step in (1, 2):
+                async with plane.manager.get_batch(2, step):
+                    await asyncio.sleep(1)
+
+        training = asyncio.ensure_future(train())
+        with suppress(ProducerStopped, BufferClosed):
+            await training
+        events = loop.events
+        if number is not None:
+            await asyncio.wait([producer, *ending])
+            await plane.check_idle()
+            assert all(line["leased"] == 0 for line in (await plane.buffer.ledger()).values())
+        await plane.manager.shutdown()
+        await asyncio.wait([producer])
+
+    run(main, seed=1, max_events=100_000)
+    return events
+
+
+@pytest.mark.parametrize("how", ["cancel", "shutdown"])
+def test_g03_a_producer_stopped_at_every_point_in_turn_loses_nothing(how: str) -> None:
+    for number in range(4, stopped_at(None, how)):
+        try:
+            stopped_at(number, how)
+        except BaseException as error:
+            raise AssertionError(f"{how} at event {number}: {error!r}") from error
+
+
+# --- looking --------------------------------------------------------------------------------------------
+
+
+@simulated
+async def test_figures_say_how_far_the_producer_is() -> None:
+    plane = disaggregated(interval=2)
+    assert (await plane.manager.stats())["forebay/manager/producer_running"] == 0
+    async with producing(plane):
+        await asyncio.sleep(5)
+        flat = await plane.manager.stats()
+        assert flat["forebay/math/buffered/completed"] == 4
+        assert flat["forebay/manager/future_step"] == 3
+        assert flat["forebay/manager/bound_step"] == 2
+        assert flat["forebay/manager/producer_running"] == 1
+        assert (flat["forebay/math/consumed"], flat["forebay/math/target"]) == (0, 4)
+        await plane.manager.pause_produce()
+        assert (await plane.manager.stats())["forebay/manager/producer_running"] == 0
+        await plane.manager.continue_produce(0)
+
+
+@simulated
+async def test_a_producer_that_is_not_running_is_explained() -> None:
+    plane = disaggregated(interval=2)
+    text = await plane.manager.explain_wait()
+    assert "producer not running (produce_loop was not started, or has ended)" in text
+    assert re.search(r"task 'math': 0 groups missing of 0 owed", text)
+
+
+def test_nobody_polls_while_nothing_happens() -> None:
+    """At the bound, in a pause, and without weights: no event at all, so a simulation would be stuck."""
+
+    async def main() -> None:
+        plane = disaggregated()
+        producer = asyncio.create_task(plane.manager.produce_loop(2))
+        await plane.manager.get_batch(2, 1)
+        await producer
+
+    with pytest.raises(SimulationStuck, match="nothing is ready and no timer is set"):
+        run(main)
+
+
+@simulated
+async def test_a_hanging_engine_is_waited_for_without_polling() -> None:
+    plane = disaggregated(loop=never, timeouts=Timeouts(group_timeout_s=1e6))
+    async with producing(plane):
+        getting = asyncio.ensure_future(plane.manager.get_batch(2, 1).__aenter__())
+        await asyncio.sleep(1)
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, SimulatedLoop)
+        before = loop.events
+        await asyncio.sleep(100_000)
+        assert loop.events - before < 10
+        getting.cancel()
