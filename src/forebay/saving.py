@@ -128,8 +128,10 @@ async def save_storage(
         )
         published = await in_thread(lambda: writer.publish(manifest))
     finally:
-        await chunks.settle()
-        writer.abort()
+        try:
+            await chunks.settle()
+        finally:
+            writer.abort()
     if model_step is not None:
         await storage.saved(model_step)
     log.info("checkpoint_saved path=%s model_step=%s groups=%d", directory, model_step, published.files[0].entries)
@@ -159,7 +161,8 @@ class _Chunks:
         """Wait for the thread, which nothing can cancel: the writer must not be closed under it."""
         if self._writing is not None:
             await see_through(self._writing)
-            self._writing.exception()  # what ended the save says more
+            if not self._writing.cancelled():
+                self._writing.exception()  # what ended the save says more
 
     async def _hand_over(self) -> None:
         if self._writing is not None:
@@ -167,7 +170,8 @@ class _Chunks:
             self._writing = None
         if self._entries:
             entries, self._entries, self._bytes = self._entries, [], 0
-            self._writing = asyncio.ensure_future(asyncio.to_thread(self._write, entries))
+            # A plain future, not a task: a loop that shuts down cancels tasks, and a thread cannot be cancelled.
+            self._writing = asyncio.get_running_loop().run_in_executor(None, self._write, entries)
         await asyncio.sleep(0)
 
     def _write(self, entries: list[tuple[bytes, bytes]]) -> None:
