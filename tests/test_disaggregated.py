@@ -87,6 +87,25 @@ def test_the_producer_runs_ahead_to_its_bound_and_not_further(max_staleness: int
         run(main, seed=seed)
 
 
+def test_a_batch_acknowledged_while_the_ledger_was_read_was_owed_twice() -> None:
+    class Slow(ReplayBuffer):
+        async def ledger(self, **options: Any) -> Any:
+            await asyncio.sleep(0.4)  # as over a network
+            return await super().ledger(**options)
+
+    async def main(ack_s: float) -> None:
+        plane = disaggregated(buffer=Slow(), loop=after(0.3), interval=3)
+        async with producing(plane):
+            for step in (1, 2):
+                async with plane.manager.get_batch(2, step):
+                    await asyncio.sleep(ack_s)
+            await asyncio.sleep(50)
+            assert await plane.ledger() == {"issued": 6, "buffered": 2, "trained": 4}
+
+    for tenths in range(1, 20):
+        run(lambda tenths=tenths: main(tenths / 10), seed=tenths)  # type: ignore[misc]
+
+
 @simulated
 async def test_steps_are_filled_one_after_the_other() -> None:
     plane = disaggregated(loop=after(1), interval=4)
@@ -310,6 +329,36 @@ async def test_a_batch_lost_at_the_bound_with_its_groups_was_waited_for_for_ever
         with pytest.raises(LostLease):
             await batch.lease.ack()
         assert len((await plane.manager.get_batch(2, 1, timeout_s=100)).groups) == 2
+
+
+@simulated
+async def test_a_batch_lost_after_the_next_step_was_asked_for_needs_newer_weights_and_says_so() -> None:
+    """By then everything is judged for the next step; what was generated for this one was too old, again and again."""
+    calls = Counted(after(1))
+    plane = disaggregated(loop=calls)
+    async with producing(plane):
+        batch = await plane.manager.get_batch(2, 1).__aenter__()
+        assert batch.lease is not None
+        settle = batch.lease._settle
+
+        async def late(*args: Any) -> None:
+            await asyncio.sleep(10)
+            await plane.buffer.storage.release(plane.buffer.owner)
+            await settle(*args)
+
+        batch.lease._settle = late
+        acknowledging = asyncio.ensure_future(batch.lease.ack())
+        await asyncio.sleep(1)
+        assert (await plane.manager.get_batch(2, 2)).status is ProduceStatus.EXPIRED_BATCH
+        with pytest.raises(LostLease):
+            await acknowledging
+        begun = len(calls.samples)
+        assert (await plane.manager.get_batch(2, 1)).status is ProduceStatus.EXPIRED_BATCH
+        await asyncio.sleep(50)
+        assert len(calls.samples) == begun
+        await sync_weights(plane, 1)
+        for step in (1, 2):
+            assert len((await plane.manager.get_batch(2, step)).groups) == 2
 
 
 @simulated

@@ -71,7 +71,6 @@ def prompts_of(group: Group) -> Group:
     prompts = []
     for state in issued.values():
         prompt = reset_response(state)
-        prompt.tokens = prompt.prompt_ids  # one array, written once
         prompt.status = Status.INIT
         prompt.tokens = None  # one more copy of the prompt for each member; `_row` has them share it again
         prompts.append(prompt)
