@@ -7,8 +7,8 @@ STAMP := $(VENV)/.installed
 .PHONY: help setup demo test test-slow lint format bench clean
 
 help:
-	@echo "make demo        producers and a trainer around one buffer, with the ledger at the end"
-	@echo "make test        all tests (a few minutes)"
+	@echo "make demo        a small transformer learns by GRPO through Forebay (about two minutes; DEMO_ARGS= for forebay demo)"
+	@echo "make test        all tests (under ten minutes)"
 	@echo "make test-slow   soak runs"
 	@echo "make lint        ruff and mypy --strict"
 	@echo "make bench       every benchmark, quick settings (BENCH_ARGS= for the full ones)"
@@ -21,8 +21,9 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $(STAMP)
 
+DEMO_ARGS ?=
 demo: setup
-	@$(BIN)/python examples/producers_and_trainer.py
+	@$(BIN)/forebay demo $(DEMO_ARGS)
 
 test: setup
 	$(BIN)/python -m pytest

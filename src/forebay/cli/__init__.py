@@ -27,7 +27,7 @@ DAMAGED, INTERRUPTED = 3, 130
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with how much is done, and of how much."""
 
-_COMMANDS = {"checkpoint": "forebay.cli.checkpoint", "doctor": "forebay.cli.doctor"}
+_COMMANDS = {"checkpoint": "forebay.cli.checkpoint", "demo": "forebay.cli.demo", "doctor": "forebay.cli.doctor"}
 
 
 class _Main(click.Group):

@@ -1,0 +1,54 @@
+"""Forebay's contract around the engine: one sample in, the same sample out with its tokens. Replace the engine here."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+
+import numpy as np
+
+from forebay import AgentLoop, RolloutState, SampleParams, Status, finish_status
+from tiny_grpo.engine import Engine
+from tiny_grpo.tasks import MAX_ANSWER_TOKENS, decode
+
+__all__ = ["TinyAgentLoop"]
+
+
+class TinyAgentLoop(AgentLoop):
+    """Answers prompts with a tiny engine; goes on with what was interrupted if partial rollout is on."""
+
+    def __init__(self, engine: Engine, params: SampleParams, *, seed: int = 0) -> None:
+        self.engine = engine
+        self.params = params
+        self.seed = seed
+
+    async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
+        """Answer one sample."""
+        if self.paused:
+            state.status = Status.ABORTED
+            return state
+        if not enable_partial_rollout or state.response_ids is None:
+            state.response_ids, state.logprobs, state.version_spans = np.zeros(0, np.int64), np.zeros(0, np.float32), ()
+        begun = len(state.response_ids)
+        # The random numbers of a sample are its own: who shares its batch, and when it came, does not matter.
+        sample = (self.seed, zlib.crc32((state.task_name or "").encode()), state.rollout_id or 0, begun)
+        completion = await asyncio.wrap_future(
+            self.engine.submit(
+                np.concatenate([state.prompt_ids, state.response_ids]),
+                max_tokens=(self.params.max_tokens or MAX_ANSWER_TOKENS) - begun,
+                temperature=self.params.temperature or 1.0,
+                seed=sample,
+            )
+        )
+        state.response_ids = np.concatenate([state.response_ids, completion.tokens])
+        state.logprobs = np.concatenate([state.logprobs, completion.logprobs])
+        state.response_model_steps = state.response_model_steps + completion.model_steps
+        state.response = decode(state.response_ids)
+        state.finish_reason = completion.finish_reason
+        state.status = finish_status(completion.finish_reason)
+        return state
+
+    async def pause(self) -> None:
+        """End what is under way; it comes back with the tokens that it has."""
+        await super().pause()
+        self.engine.abort()

@@ -1,0 +1,6 @@
+"""`python -m forebay.cli`: the command `forebay`."""
+
+from forebay.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,176 @@
+"""The demo: it learns for real, its report stands alone, and its account tells when something is missing."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+from tiny_grpo.demo import audit, read_story  # noqa: E402
+from tiny_grpo.report import Curve, SampledGroup, StepRecord, chart, report, reward_chart  # noqa: E402
+
+
+def forebay(*arguments: str, cwd: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "forebay.cli", "demo", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
+
+
+# --- the real thing, short ----------------------------------------------------------------------------
+
+
+def test_a_short_demo_trains_reports_and_closes_its_ledger(tmp_path: Path) -> None:
+    result = forebay("--steps", "4", "--save-every", "2", "--colocated", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "supervised warm start" in result.stdout
+    assert "It is closed" in result.stdout
+    directory = tmp_path / "runs" / "demo-1"
+    assert audit(directory) == []
+    page = (directory / "report.html").read_text()
+    assert "Mean reward by task" in page
+    assert (directory / "reward.svg").read_text().startswith("<svg")
+
+
+def test_a_demo_goes_on_where_it_was(tmp_path: Path) -> None:
+    first = forebay("--steps", "3", "--save-every", "2", "--tasks", "add", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    second = forebay("--steps", "6", "--save-every", "2", "--tasks", "add", "--resume", cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    _, steps = read_story(tmp_path / "runs" / "demo-1")
+    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
+    assert audit(tmp_path / "runs" / "demo-1") == []
+
+
+def test_a_demo_that_is_killed_skips_nothing_and_trains_nothing_twice(tmp_path: Path) -> None:
+    result = forebay(
+        "--crash-test", "--kills", "2", "--steps", "10", "--save-every", "3", "--tasks", "add,sort", cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "none was skipped, none trained twice" in result.stdout
+
+
+def test_the_same_trainer_learns_from_an_openai_compatible_server_in_another_process() -> None:
+    command = [sys.executable, "-m", "openai_server.train", "--steps", "3"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT / "examples")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count(", closed: ") == 3
+    assert "Traceback" not in result.stderr
+
+
+# --- wrong arguments ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--steps", "0"], "0 is not in the range"),
+        (["--tasks", "fly"], "expected some of"),
+        (["--storage", "tape"], "'tape' is not one of"),
+        (["--name", "../elsewhere"], "no plain name"),
+        (["--resume"], "there is no run to resume"),
+    ],
+)
+def test_a_wrong_argument_is_refused_and_named(tmp_path: Path, arguments: list[str], problem: str) -> None:
+    result = forebay(*arguments, cwd=tmp_path)
+    assert result.returncode in (1, 2)
+    assert problem in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# --- the account --------------------------------------------------------------------------------------
+
+
+def account(directory: Path, trained: list[dict[str, list[int]]], line: dict[str, int], held: list[int]) -> list[str]:
+    rows = [{"step": step, "trained": groups} for step, groups in enumerate(trained, 1)]
+    (directory / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = {"filtered": 0, "failed": 0, "discarded": 0, **line}
+    outcome = {"last_step": len(trained), "ledger": {"add": whole}, "held": {"add": held}}
+    (directory / "outcome.json").write_text(json.dumps(outcome))
+    return audit(directory)
+
+
+def test_the_account_finds_what_is_missing_or_twice(tmp_path: Path) -> None:
+    assert account(tmp_path, [{"add": [0, 1]}, {"add": [2]}], {"issued": 4, "trained": 3}, [3]) == []
+    assert any("missing: [3]" in it for it in account(tmp_path, [{"add": [0, 1, 2]}], {"issued": 4, "trained": 3}, []))
+    assert any(
+        "trained twice: [1]" in it
+        for it in account(tmp_path, [{"add": [0, 1]}, {"add": [1]}], {"issued": 3, "trained": 3}, [])
+    )
+    assert any("still held" in it for it in account(tmp_path, [{"add": [0]}], {"issued": 1, "trained": 1}, [0]))
+    assert any("in the ledger" in it for it in account(tmp_path, [{"add": [0]}], {"issued": 2, "trained": 2}, [1]))
+
+
+def test_a_resumed_run_forgets_the_steps_that_its_weights_do_not_know(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"step": step, "life": 1} for step in (1, 2, 3, 4)]
+    rows += [{"step": 3, "life": 2}]
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "li')
+    _, steps = read_story(tmp_path)
+    assert {step: line["life"] for step, line in steps.items()} == {1: 1, 2: 1, 3: 2}
+
+
+# --- the report ---------------------------------------------------------------------------------------
+
+
+def records(count: int) -> list[StepRecord]:
+    shown = SampledGroup("add", 1, "1+1=", "2", [("2", 1.0), ("<script>alert(1)</script>", 0.0)])
+    return [
+        StepRecord(
+            step=step,
+            reward={"add": min(1.0, step / 20), "sort": 0.5},
+            staleness=0.5,
+            length={"add": 2.0, "sort": 5.0},
+            tokens_per_s=1_000.0 + step,
+            seconds=0.5,
+            in_flight=3,
+            groups=(shown,) if step == 1 else (),
+        )
+        for step in range(1, count + 1)
+    ]
+
+
+class Tags(HTMLParser):
+    """What a page is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("src", "href")]
+
+
+def test_the_report_stands_alone_and_shows_text_as_text() -> None:
+    ledger = {"add": {"issued": 3, "in_flight": 0, "buffered": 1, "leased": 0, "trained": 2}}
+    page = report("a run", records(30), ledger, {"add": {"zero_std": 1}}, {"seed": "0"})
+    tags = Tags()
+    tags.feed(page)
+    assert tags.names.count("svg") == 4
+    assert "script" not in tags.names
+    assert tags.links == []
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    assert "closed" in page
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 300])
+def test_a_chart_can_be_drawn_of_any_number_of_steps(count: int) -> None:
+    drawn = reward_chart(records(count), standalone=True)
+    assert drawn.count("<polyline") == (2 if count else 0)
+    assert "nan" not in drawn
+    numbers = [float(number) for number in re.findall(r'c[xy]="([-0-9.]+)"', drawn)]
+    assert all(0 <= number <= 640 for number in numbers)
+
+
+def test_a_chart_leaves_out_what_is_no_number() -> None:
+    drawn = chart("x", "", [Curve("a", [(1, 1.0), (2, float("nan")), (3, 2.0)])])
+    assert drawn.count("<circle") == 2
