@@ -21,8 +21,8 @@ def test_the_code_in_the_readme_runs() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     result = run("-W", "error", "-c", code)
     assert result.returncode == 0, result.stderr
-    assert "training on 8 groups" in result.stdout
-    assert "'trained': 8" in result.stdout
+    assert "step 5: training on 8 groups" in result.stdout
+    assert "'trained': 40" in result.stdout
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda path: path.stem)
