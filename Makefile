@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 .PHONY: help setup demo test test-slow lint format bench clean
 
 help:
-	@echo "make demo        a small transformer learns by GRPO through Forebay (about two minutes; DEMO_ARGS= for forebay demo)"
+	@echo "make demo        a small transformer learns by GRPO through Forebay (one to two minutes; DEMO_ARGS= for forebay demo)"
 	@echo "make test        all tests (under ten minutes)"
 	@echo "make test-slow   soak runs"
 	@echo "make lint        ruff and mypy --strict"

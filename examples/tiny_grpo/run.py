@@ -52,7 +52,7 @@ __all__ = ["Outcome", "Settings", "StepRecord", "WarmStart", "run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run is made of; the defaults take about two minutes on two cores."""
+    """What a run is made of; the defaults take one to two minutes on two cores."""
 
     steps: int = 400
     seed: int = 0

@@ -4,7 +4,7 @@
     sort     s:40312=    01234        two to eight digits, in order
     double   d:cab=      ccaabb       one to five letters, each of them twice
 
-There are tens of thousands of prompts of each, many more than a run sees: what is learned is the rule.
+Short prompts come again and again; of the long ones there are many more than a run draws, so what is learned is a rule.
 
 A task is a list of records as Forebay's samplers take them: the prompt as text and as tokens, and the answer, which
 lands in `extra_fields` where the reward finds it. Rewards are from 0 to 1 and count characters, so that there is

@@ -55,7 +55,7 @@ def demo(
 ) -> None:
     """Train a small transformer by GRPO, through Forebay, on two CPU cores.
 
-    About two minutes. Leaves runs/NAME/report.html; Ctrl-C leaves a checkpoint, and --resume goes on from it.
+    One to two minutes. Leaves runs/NAME/report.html; Ctrl-C leaves a checkpoint, and --resume goes on from it.
     """
     sys.path.insert(0, str(_example()))
     try:
