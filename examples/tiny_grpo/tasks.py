@@ -35,7 +35,7 @@ __all__ = [
     "task_records",
 ]
 
-ALPHABET = "\n0123456789abcdefghij+=:ds"
+ALPHABET = "\n0123456789abcdefghij+=:s"
 VOCABULARY = len(ALPHABET)
 END = 0  # the token that ends an answer; also what pads a batch, behind a mask
 MAX_ANSWER_TOKENS = 11

@@ -48,6 +48,7 @@ from forebay.lease import Lease
 from forebay.ledger import End, Place
 from forebay.manager import (
     AgentLoopManager,
+    BatchRequest,
     DisaggregatedAgentLoopManager,
     ProduceBatchResult,
     ProducerState,
@@ -91,6 +92,7 @@ __all__ = [
     "AgentLoopManager",
     "AsyncProduceStrategy",
     "AsyncReplayBufferConfig",
+    "BatchRequest",
     "Budgets",
     "BufferClosed",
     "CheckpointError",

@@ -29,7 +29,7 @@ def _example() -> Path:
 
 
 @click.command()
-@click.option("--steps", default=240, show_default=True, type=click.IntRange(1), help="Train steps.")
+@click.option("--steps", default=400, show_default=True, type=click.IntRange(1), help="Train steps.")
 @click.option("--seed", default=0, show_default=True, help="Of weights, prompts and sampling.")
 @click.option("--tasks", help="Some of the tasks, with commas between them (default: all).")
 @click.option("--colocated", is_flag=True, help="Generate and train in turns, instead of at the same time.")

@@ -2,11 +2,12 @@
 
 from forebay.manager.colocated import AgentLoopManager
 from forebay.manager.disaggregated import DisaggregatedAgentLoopManager, ProducerState
-from forebay.manager.results import ProduceBatchResult, ProduceStatus, TaskResult
+from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus, TaskResult
 from forebay.manager.task import Task
 
 __all__ = [
     "AgentLoopManager",
+    "BatchRequest",
     "DisaggregatedAgentLoopManager",
     "ProduceBatchResult",
     "ProduceStatus",

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
@@ -324,7 +324,7 @@ class Manager:
         self.replay_buffer.nudge()
         await self._close_strategies()
 
-    async def __aenter__(self) -> Any:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *error: object) -> None:
