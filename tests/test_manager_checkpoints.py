@@ -26,7 +26,7 @@ from forebay import (
     Status,
     Storage,
 )
-from forebay.checkpoint import _seal, open_checkpoint
+from forebay.checkpoint import ENVELOPE, open_checkpoint
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from forebay.testing.simulate import SimulatedLoop, check_ledger, run
@@ -63,7 +63,7 @@ def edited(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change the manifest of a checkpoint, and seal it again: for what somebody else's program could have written."""
     manifest = json.loads((directory / "manifest.json").read_text())["manifest"]
     change(manifest)
-    (directory / "manifest.json").write_bytes(_seal(json.dumps(manifest).encode()))
+    (directory / "manifest.json").write_bytes(ENVELOPE.seal(json.dumps(manifest).encode()))
 
 
 def size(directory: Path) -> int:

@@ -2,17 +2,16 @@
 
 A checkpoint is a directory with `manifest.json`, which is the commit point, and the record files that it names:
 
-    manifest.json       {"format":"forebay-checkpoint","version":1,"sha256":"<of what follows>","manifest":{...}}
+    manifest.json       sealed as `publish` describes, of format "forebay-checkpoint", version 1
     groups-<16 hex>.fbr  magic "FBR1" | version u8 | 3 x 0 | the 16 hex digits of its name | entries
     an entry            record bytes u32 | frame bytes u64 | crc32 u32 | record | frame
 
 Each crc32 covers the lengths, the record and the frame and goes on from the one before it (the first from the file's
 header), so that an entry fits only where it was written; the last one is in the manifest. Numbers are little-endian.
 
-Promised (G8): a reader finds the old checkpoint or the new one, complete, whatever operation failed. A save writes
-under fresh names and syncs before it renames the manifest. What neither the new manifest nor the one before it names
-is removed after that; a reader holds its files open, so it is not cut off by later saves either. Nothing read here is
-executed (G9), followed out of the directory, or allocated because a length said so.
+Promised (G8): a reader finds the old checkpoint or the new one, complete, whatever operation failed: a save writes
+under fresh names and leaves the rest to `publish`. A reader holds its files open, so it is not cut off by later saves
+either. Nothing read here is executed (G9), followed out of the directory, or allocated because a length said so.
 
 Not here: what records and frames mean (`codec`), and when to save. Everything blocks; callers use a thread. POSIX only.
 """
@@ -24,9 +23,8 @@ import secrets
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from hashlib import sha256
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeAlias
@@ -37,22 +35,33 @@ from msgspec import Meta
 
 from forebay.codec import MAX_FRAME_BYTES
 from forebay.errors import CheckpointError, DamagedData, InvalidInput
-from forebay.files import FileOps, ForwardReader, NotAPlainFile
+from forebay.files import FileOps, ForwardReader
+from forebay.publish import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    UNREADABLE,
+    DirectoryWriter,
+    Envelope,
+    doing,
+    open_plain,
+    open_published,
+)
 
-__all__ = ["Checkpoint", "CheckpointWriter", "Manifest", "RecordFile", "open_checkpoint"]
+__all__ = [
+    "ENVELOPE",
+    "MAX_MANIFEST_BYTES",
+    "Checkpoint",
+    "CheckpointWriter",
+    "Manifest",
+    "RecordFile",
+    "open_checkpoint",
+]
 
-FORMAT, VERSION = "forebay-checkpoint", 1
-MAX_MANIFEST_BYTES = 64 * 2**20
+ENVELOPE = Envelope("forebay-checkpoint", 1)
 MAX_RECORD_BYTES = 2**20
 
-_MANIFEST = "manifest.json"
 _RECORD_FILE = re.compile(r"groups-[0-9a-f]{16}\.fbr", re.ASCII)
-_OURS = re.compile(r"groups-[0-9a-f]{16}\.fbr|manifest-[0-9a-f]{16}\.tmp", re.ASCII)
 _MAX_FILES = 64  # a reader holds them all open
-
-_OPENING = f'{{"format":"{FORMAT}",'.encode()
-_ENVELOPE = _OPENING + f'"version":{VERSION},"sha256":"'.encode()
-_MIDDLE, _CLOSING = b'","manifest":', b"}\n"
 
 _FILE_HEADER = struct.Struct("<4sB3x16s")
 _MAGIC, _FILE_VERSION = b"FBR1", 1
@@ -89,14 +98,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[RecordFile, ...] = ()
 
 
-@contextmanager
-def _doing(what: str, path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"cannot {what} {path}: {error.strerror or error}") from error
-
-
 # --- write --------------------------------------------------------------------------------------------
 
 
@@ -108,30 +109,26 @@ class CheckpointWriter:
 
     def __init__(self, directory: str | PathLike[str], files: FileOps | None = None) -> None:
         """Create the directory if it is missing; InvalidInput if it is a file, or holds another program's manifest."""
-        self._files = files or FileOps()
-        self._directory = Path(directory).absolute()
-        self._descriptors: list[int] = []
-        self._temporary: list[Path] = []  # ours, and not yet named by any manifest
-        self._open = True
         nonce = secrets.token_hex(8)
-        self._path = self._directory / f"groups-{nonce}.fbr"
+        self._name = f"groups-{nonce}.fbr"
         header = _FILE_HEADER.pack(_MAGIC, _FILE_VERSION, nonce.encode())
         self._pending: list[bytes] = [header]
         self._pending_bytes = self._bytes = len(header)
         self._crc = crc32(header)
         self._entries = 0
-        try:
-            self._make_directory()
-            self._directory_descriptor = self._lock_directory()
-            self._previous = self._names_before()
-            self._descriptor = self._create(self._path)
-        except BaseException:
-            self.abort()
-            raise
+        path = Path(directory) / MANIFEST
+        self._writer = DirectoryWriter(
+            directory,
+            ENVELOPE,
+            ours=_RECORD_FILE,
+            names_in=lambda body: _names(_decode_manifest(body, path)),
+            files=files,
+        )
+        self._descriptor = self._writer.create(self._name)
 
     def write(self, record: bytes, frame: bytes) -> None:
         """Add one entry; the frame may be empty."""
-        self._check_open()
+        self._writer.check_open()
         if len(record) > MAX_RECORD_BYTES or len(frame) > MAX_FRAME_BYTES:
             raise InvalidInput(
                 f"an entry of {len(record)} and {len(frame)} bytes; a record has at most {MAX_RECORD_BYTES}, "
@@ -145,57 +142,29 @@ class CheckpointWriter:
         self._bytes += size
         self._pending_bytes += size
         if self._pending_bytes >= _FLUSH_BYTES or len(self._pending) >= _FLUSH_PARTS:
-            try:
-                self._flush()
-            except BaseException:
-                self.abort()
-                raise
+            self._flush()
 
     def publish(self, manifest: Manifest) -> Manifest:
         """Make this the checkpoint of the directory. After a return it is on disk, and the last but one is gone."""
         from forebay import __version__  # the package imports this module before it has a version
 
-        self._check_open()
+        self._writer.check_open()
         try:
-            file = RecordFile(name=self._path.name, bytes=self._bytes, entries=self._entries, crc32=self._crc)
+            file = RecordFile(name=self._name, bytes=self._bytes, entries=self._entries, crc32=self._crc)
             manifest = msgspec.structs.replace(
                 manifest, created_at=time.time(), forebay_version=__version__, files=(file,)
             )
-            data = _encode_manifest(manifest)
+            body = _encode_manifest(manifest)
             self._flush()
-            self._sync_and_close(self._descriptor, self._path)
-            temporary = self._directory / f"manifest-{secrets.token_hex(8)}.tmp"
-            descriptor = self._create(temporary)
-            with _doing("write", temporary):
-                self._files.write(descriptor, [data])
-            self._sync_and_close(descriptor, temporary)
-            # The names must be on disk before the manifest that uses them.
-            with _doing("sync", self._directory):
-                self._files.sync(self._directory_descriptor)
-            # From here on the new manifest may be the valid one, whatever is reported: its files stay.
-            self._temporary.remove(self._path)
-            with _doing("replace", self._directory / _MANIFEST):
-                self._files.replace(temporary, self._directory / _MANIFEST)
-            self._temporary.remove(temporary)
-            with _doing("sync (the new checkpoint is in place, but may not survive a power loss)", self._directory):
-                self._files.sync(self._directory_descriptor)
-            self._sweep()
+            self._writer.publish(body)
         finally:
             self.abort()
         return manifest
 
     def abort(self) -> None:
         """Give up: remove what was written and let other writers in. Does nothing after `publish`."""
-        self._open = False
         self._pending.clear()
-        # What cannot be removed now is removed by the next save.
-        for path in self._temporary:
-            with suppress(OSError):
-                self._files.remove(path)
-        self._temporary.clear()
-        while self._descriptors:
-            with suppress(OSError):
-                self._files.close(self._descriptors.pop())
+        self._writer.abort()
 
     def __enter__(self) -> Self:
         return self
@@ -203,79 +172,9 @@ class CheckpointWriter:
     def __exit__(self, *_: object) -> None:
         self.abort()
 
-    def _check_open(self) -> None:
-        if not self._open:
-            raise CheckpointError(f"this save to {self._directory} has ended; start another one")
-
-    def _make_directory(self) -> None:
-        path = self._directory
-        missing = []
-        with _doing("create", path):
-            while (found := self._files.is_directory(path)) is None:
-                missing.append(path)
-                path = path.parent
-            if not found:
-                raise InvalidInput(f"a checkpoint is a directory; {path} is a file")
-            for path in reversed(missing):
-                self._files.make_directory(path)
-
-    def _lock_directory(self) -> int:
-        # Another writer's sweep would take the files of this one for leftovers.
-        with _doing("lock", self._directory):
-            descriptor = self._files.open_directory(self._directory)
-            self._descriptors.append(descriptor)
-            try:
-                self._files.lock(descriptor)
-            except BlockingIOError:
-                raise CheckpointError(f"another save to {self._directory} is under way; wait for it") from None
-        return descriptor
-
-    def _names_before(self) -> set[str] | None:
-        """The files of the checkpoint that is there; None if its manifest is damaged and does not say."""
-        try:
-            data = _read_manifest(self._directory, self._files)
-        except FileNotFoundError:
-            return set()
-        if not data.startswith(_OPENING):
-            raise InvalidInput(
-                f"{self._directory / _MANIFEST} is not that of a checkpoint and would be overwritten; "
-                "save to another directory, or remove it"
-            )
-        try:
-            return {file.name for file in _decode_manifest(data, self._directory).files}
-        except _NewerVersion:
-            raise
-        except DamagedData:
-            return None
-
-    def _create(self, path: Path) -> int:
-        with _doing("create", path):
-            descriptor = self._files.create(path)
-        self._temporary.append(path)
-        self._descriptors.append(descriptor)
-        return descriptor
-
     def _flush(self) -> None:
         parts, self._pending, self._pending_bytes = self._pending, [], 0
-        with _doing("write", self._path):
-            self._files.write(self._descriptor, parts)
-
-    def _sync_and_close(self, descriptor: int, path: Path) -> None:
-        with _doing("sync", path):
-            self._files.sync(descriptor)
-            self._descriptors.remove(descriptor)
-            self._files.close(descriptor)
-
-    def _sweep(self) -> None:
-        if self._previous is None:
-            return
-        keep = self._previous | {self._path.name}
-        # The checkpoint is published: what cannot be removed now is no reason to call it failed.
-        with suppress(OSError):
-            for name in self._files.list_directory(self._directory):
-                if name not in keep and _OURS.fullmatch(name):
-                    with suppress(OSError):
-                        self._files.remove(self._directory / name)
+        self._writer.write(self._descriptor, parts)
 
 
 # --- read ---------------------------------------------------------------------------------------------
@@ -286,26 +185,10 @@ def open_checkpoint(directory: str | PathLike[str], files: FileOps | None = None
 
     CheckpointError if there is none or it cannot be read; DamagedData if it is not what it claims to be.
     """
-    path, files = Path(directory), files or FileOps()
-    with _doing("open", path):
-        found = files.is_directory(path)
-    if found is False:
-        raise InvalidInput(f"a checkpoint is a directory; {path} is a file")
-    before = None
-    for _ in range(10):
-        try:
-            data = _read_manifest(path, files)
-        except FileNotFoundError:
-            raise CheckpointError(f"there is no checkpoint at {path}: {_MANIFEST} is missing") from None
-        manifest = _decode_manifest(data, path)
-        try:
-            return Checkpoint(path, manifest, files)
-        except FileNotFoundError as error:
-            # Two saves since the manifest was read would have swept its files; then there is another manifest.
-            if data == before:
-                raise DamagedData(f"{error.filename} is missing, which {path / _MANIFEST} names") from None
-            before = data
-    raise CheckpointError(f"{path} is saved to faster than it can be opened; try again")
+    path, ops = Path(directory), files or FileOps()
+    return open_published(
+        path, ENVELOPE, lambda body: Checkpoint(path, _decode_manifest(body, path / MANIFEST), ops), ops
+    )
 
 
 class Checkpoint:
@@ -319,7 +202,7 @@ class Checkpoint:
         self._descriptors: list[int] = []
         try:
             for file in manifest.files:
-                descriptor, size = _open(directory / file.name, files)
+                descriptor, size = open_plain(directory / file.name, files)
                 self._descriptors.append(descriptor)
                 if size != file.bytes:
                     raise DamagedData(f"{directory / file.name} has {size} bytes; its manifest says {file.bytes}")
@@ -405,37 +288,14 @@ class Checkpoint:
         # By index: a descriptor number means another file once this one is closed.
         if index >= len(self._descriptors):
             raise CheckpointError(f"the checkpoint of {self.directory} was closed while it was read")
-        with _doing("read", self.directory / self.manifest.files[index].name):
+        with doing("read", self.directory / self.manifest.files[index].name):
             return self._files.read(self._descriptors[index], count, offset)
-
-
-def _open(path: Path, files: FileOps) -> tuple[int, int]:
-    """The descriptor and the size of a plain file; FileNotFoundError, DamagedData or CheckpointError."""
-    try:
-        return files.open(path)
-    except FileNotFoundError:
-        raise
-    except NotAPlainFile:
-        raise DamagedData(f"{path} is a symbolic link or a directory; a checkpoint has plain files only") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot open {path}: {error.strerror or error}") from error
 
 
 # --- the manifest -------------------------------------------------------------------------------------
 
 
-class _NewerVersion(DamagedData):
-    """Kept apart from damage: it must not be overwritten."""
-
-
-class _Format(msgspec.Struct):
-    format: str
-    version: int
-
-
-_format_decoder = msgspec.json.Decoder(_Format)
 _manifest_decoder = msgspec.json.Decoder(Manifest)
-_UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)
 
 
 def _encode_manifest(manifest: Manifest) -> bytes:
@@ -443,54 +303,26 @@ def _encode_manifest(manifest: Manifest) -> bytes:
         body = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
         # What JSON would change (nan, tuples, keys that are no text) is refused instead.
         same = _manifest_decoder.decode(body) == manifest
-    except (*_UNREADABLE, TypeError) as error:
+    except (*UNREADABLE, TypeError) as error:
         raise InvalidInput(f"the manifest of a checkpoint cannot be written as JSON: {error}") from None
     if not same:
         raise InvalidInput(f"`extra` of a checkpoint is {manifest.extra!r}; expected plain JSON")
-    data = _seal(body)
-    if len(data) > MAX_MANIFEST_BYTES:
-        raise InvalidInput(f"the manifest of a checkpoint has {len(data)} bytes; expected at most {MAX_MANIFEST_BYTES}")
-    return data
+    return body
 
 
-def _read_manifest(directory: Path, files: FileOps) -> bytes:
-    path = directory / _MANIFEST
-    descriptor, size = _open(path, files)
-    try:
-        if size > MAX_MANIFEST_BYTES:
-            raise DamagedData(f"{path} has {size} bytes; a manifest has at most {MAX_MANIFEST_BYTES}")
-        with _doing("read", path):
-            return files.read(descriptor, size, 0)
-    finally:
-        with suppress(OSError):
-            files.close(descriptor)
-
-
-def _decode_manifest(data: bytes, directory: Path) -> Manifest:
-    path = directory / _MANIFEST
-    try:
-        found = _format_decoder.decode(data)
-    except _UNREADABLE as error:
-        raise DamagedData(f"{path} is not the manifest of a checkpoint: {error}") from None
-    if found.format != FORMAT:
-        raise DamagedData(f"{path} is of format {found.format[:100]!r}; expected {FORMAT!r}")
-    if found.version > VERSION:
-        raise _NewerVersion(f"{path} is of version {found.version}; this Forebay reads {VERSION}: use a newer one")
-    body = data[len(_ENVELOPE) + 64 + len(_MIDDLE) : -len(_CLOSING)]
-    if data != _seal(body):
-        raise DamagedData(f"{path} does not match its checksum: it was altered")
+def _decode_manifest(body: bytes, path: Path) -> Manifest:
     try:
         manifest = _manifest_decoder.decode(body)
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise DamagedData(f"{path} cannot be read: {error}") from None
-    names = [file.name for file in manifest.files]
-    for name in names:
-        if not _RECORD_FILE.fullmatch(name):
-            raise DamagedData(f"{path} names a file {name[:100]!r}; expected groups-<16 hex digits>.fbr")
-    if len(set(names)) != len(names) or len(names) > _MAX_FILES:
-        raise DamagedData(f"{path} names {len(names)} files; expected different ones, at most {_MAX_FILES}")
+    for file in manifest.files:
+        if not _RECORD_FILE.fullmatch(file.name):
+            raise DamagedData(f"{path} names a file {file.name[:100]!r}; expected groups-<16 hex digits>.fbr")
+    files = len(manifest.files)
+    if len(_names(manifest)) != files or files > _MAX_FILES:
+        raise DamagedData(f"{path} names {files} files; expected different ones, at most {_MAX_FILES}")
     return manifest
 
 
-def _seal(body: bytes) -> bytes:
-    return b"".join([_ENVELOPE, sha256(body).hexdigest().encode(), _MIDDLE, body, _CLOSING])
+def _names(manifest: Manifest) -> set[str]:
+    return {file.name for file in manifest.files}

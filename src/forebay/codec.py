@@ -26,6 +26,7 @@ import numpy as np
 from msgspec.msgpack import Decoder, Encoder, Ext
 
 from forebay.checks import check_group
+from forebay.dtypes import BFLOAT16, CODE_OF, DTYPES, bfloat16_dtype
 from forebay.errors import DamagedData, InvalidGroup, UnreadableData, UnsupportedPayload
 from forebay.ledger import Account
 from forebay.record import Record
@@ -56,26 +57,8 @@ MAX_FRAME_BYTES = 4 * 2**30
 """No group is larger: what claims to be is refused before anything is allocated."""
 
 _ARRAY, _TUPLE = 1, 2
-# Named as safetensors names them; the number is what is written.
-_DTYPES = {
-    "BOOL": (1, "bool"),
-    "U8": (2, "uint8"),
-    "I8": (3, "int8"),
-    "U16": (4, "<u2"),
-    "I16": (5, "<i2"),
-    "U32": (6, "<u4"),
-    "I32": (7, "<i4"),
-    "U64": (8, "<u8"),
-    "I64": (9, "<i8"),
-    "F16": (10, "<f2"),
-    "F32": (11, "<f4"),
-    "F64": (12, "<f8"),
-    "BF16": (13, "bfloat16"),
-}
-_BFLOAT16 = _DTYPES["BF16"][0]
-# By the dtype itself: its name is a property that costs more than encoding the array.
-_CODE_OF = {np.dtype(name): code for code, name in _DTYPES.values() if name != "bfloat16"}
-_DTYPE_OF = {code: dtype for dtype, code in _CODE_OF.items()}
+_BFLOAT16 = DTYPES[BFLOAT16][0]
+_DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
 _VECTOR = struct.Struct("<BBQQ")
 _PADDING = [bytes(count) for count in range(_ALIGNMENT)]
 
@@ -224,7 +207,7 @@ class _ArrayWriter:
         known = self._written.get(id(value))
         if known is not None and known[0] is value:
             return known[1]
-        code = _CODE_OF.get(value.dtype)
+        code = CODE_OF.get(value.dtype)
         array = value if code is not None and value.flags.c_contiguous else _contiguous(value)
         offset = self.size
         size = array.nbytes
@@ -348,14 +331,14 @@ def _contiguous(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def _dtype_code(dtype: np.dtype[Any]) -> int:
-    code = _CODE_OF.get(dtype)
+    code = CODE_OF.get(dtype)
     if code is not None:
         return code
     if dtype.name == "bfloat16":
         return _BFLOAT16
-    code = _CODE_OF.get(dtype.newbyteorder("<"))
+    code = CODE_OF.get(dtype.newbyteorder("<"))
     if code is None:
-        raise TypeError(f"an array of {dtype} is not plain data; expected one of {', '.join(_DTYPES)}")
+        raise TypeError(f"an array of {dtype} is not plain data; expected one of {', '.join(DTYPES)}")
     return code
 
 
@@ -451,7 +434,7 @@ def _read_array(data: memoryview) -> np.ndarray[Any, Any]:
     if dtype is None:
         if code != _BFLOAT16:
             raise InvalidGroup(f"an array of unknown type {code}")
-        dtype = _bfloat16()
+        dtype = bfloat16_dtype()
     items = prod(shape)
     if offset + items * dtype.itemsize > len(_reading.body) or max(shape, default=0) > MAX_FRAME_BYTES:
         raise InvalidGroup(f"an array of {items} {dtype} at byte {offset} does not fit into {len(_reading.body)} bytes")
@@ -467,15 +450,6 @@ def _read_array(data: memoryview) -> np.ndarray[Any, Any]:
     else:
         flat = np.frombuffer(_reading.body, dtype, items, offset)
     return flat if dimensions == 1 else flat.reshape(shape)
-
-
-def _bfloat16() -> np.dtype[Any]:
-    try:
-        from ml_dtypes import bfloat16
-    except ModuleNotFoundError:
-        raise UnreadableData("an array of bfloat16; reading it needs the package ml_dtypes") from None
-    found: np.dtype[Any] = np.dtype(bfloat16)
-    return found
 
 
 _group_decoder = Decoder(_Head, ext_hook=_read_extension)

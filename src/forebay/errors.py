@@ -8,6 +8,7 @@
     │   ├── InvalidConfig              settings that contradict each other, or that must deadlock
     │   ├── InvalidDataset             a data set that is empty, changed, or that cannot be drawn from
     │   │   └── InvalidRecord          a record of a data set that makes no prompt; has its index
+    │   ├── InvalidTrajectory          arrays that make no trajectory, or not one of the buffer's schema
     │   └── UnsupportedPayload         a value inside a sample that cannot be stored as plain data
     ├── CheckpointError                a file operation of a checkpoint failed; the earlier one is as it was
     ├── DamagedData                    bytes that are not what they claim to be
@@ -47,6 +48,7 @@ __all__ = [
     "InvalidInput",
     "InvalidQuery",
     "InvalidRecord",
+    "InvalidTrajectory",
     "LostLease",
     "NoRoom",
     "PolicyError",
@@ -98,6 +100,10 @@ class InvalidRecord(InvalidDataset):
     def __init__(self, index: int, problem: str) -> None:
         super().__init__(f"record {index} of the data set {problem}")
         self.index = index
+
+
+class InvalidTrajectory(InvalidInput):
+    """Arrays that make no trajectory, or one that differs from those before it; names the field."""
 
 
 class UnsupportedPayload(InvalidInput):

@@ -12,6 +12,10 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 __all__ = ["FileOps", "ForwardReader", "NotAPlainFile"]
 
@@ -68,6 +72,16 @@ class FileOps:
     def replace(self, source: Path, target: Path) -> None:
         source.replace(target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a plain file a second name; FileExistsError if something has that name already."""
+        if not stat.S_ISREG(source.lstat().st_mode):
+            raise NotAPlainFile(errno.EINVAL, "not a plain file", str(source))
+        os.link(source, target, follow_symlinks=False)
+
+    def same_file(self, first: Path, second: Path) -> bool:
+        """Whether two names are of one file; symbolic links are not followed."""
+        return os.path.samestat(first.lstat(), second.lstat())
+
     def remove(self, path: Path) -> None:
         path.unlink()
 
@@ -76,6 +90,16 @@ class FileOps:
     def create(self, path: Path) -> int:
         """Open a file that does not exist yet for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+    def append(self, path: Path, size: int) -> int:
+        """Open a file that exists for writing at its end, cut off after `size` bytes first."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, size)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
 
     def open(self, path: Path) -> tuple[int, int]:
         """Open a plain file for reading: its descriptor and its size. Never follows a symbolic link."""
@@ -92,9 +116,10 @@ class FileOps:
             raise NotAPlainFile(errno.EINVAL, "not a plain file", str(path))
         return descriptor, status.st_size
 
-    def write(self, descriptor: int, parts: Sequence[bytes]) -> None:
-        """Write all parts one after another, without joining them."""
-        left: list[bytes | memoryview] = [part for part in parts if part]
+    def write(self, descriptor: int, parts: Sequence[Buffer]) -> None:
+        """Write all parts one after another, without joining them: bytes, or other contiguous memory."""
+        # As bytes: the length of a view is a number of items. A view of nothing cannot be cast.
+        left = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
         while left:
             written = os.writev(descriptor, left[:_MAX_PARTS])
             done = 0
@@ -103,7 +128,7 @@ class FileOps:
                 done += 1
             del left[:done]
             if written:
-                left[0] = memoryview(left[0])[written:]
+                left[0] = left[0][written:]
 
     def read(self, descriptor: int, count: int, offset: int) -> bytes:
         """`count` bytes from `offset`; fewer only where the file ends."""

@@ -1,0 +1,412 @@
+"""Checkpoints of trajectories: a directory that is never written to again, under the same seam as those of groups.
+
+    manifest.json                  sealed, the commit point: schema, texts, segments, random state, by part
+    index-<16 hex digits>.rows     the listing of a part: rows, runs, chains, one array after another
+    seg-<16 hex digits>-<k>.col    segments (see `segments`)
+
+Several buffers can be parts of one checkpoint; the main one is called "replay". A sealed segment is linked, or copied
+where links fail; rows of an open one, and of memory, are copied. `Contents` is what can be read: of a checkpoint or of
+a native store, alike. Nothing that is read is trusted: files are plain files of the directory, sizes and listings are
+checked before anything is mapped or looked up.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeAlias
+from zlib import crc32
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from forebay.errors import CheckpointError, DamagedData, InvalidInput
+from forebay.files import FileOps
+from forebay.publish import MANIFEST, UNREADABLE, DirectoryWriter, Envelope, doing, open_plain, open_published
+from forebay.trajectory.catalogue import FORMAT, NAME
+from forebay.trajectory.listing import ROW, Listing, SegmentRows
+from forebay.trajectory.schema import Layout, Schema
+from forebay.trajectory.segments import (
+    SEGMENT_FILE,
+    Segment,
+    checksum,
+    file_names,
+    new_name,
+    open_files,
+    row_bytes,
+    rows_in_files,
+)
+from forebay.trajectory.space import Space
+from forebay.trajectory.store import Store, is_store
+from forebay.trajectory.window import IN_MEMORY
+
+__all__ = ["MAIN", "Contents", "PartSource", "find_directories", "open_contents", "part_names", "write_checkpoint"]
+
+MAIN = "replay"
+ENVELOPE = Envelope(FORMAT, 1)
+
+_OURS = re.compile(rf"{SEGMENT_FILE.pattern}|index-[0-9a-f]{{16}}\.rows", re.ASCII)
+_INDEX = re.compile(r"index-[0-9a-f]{16}\.rows", re.ASCII)
+_RANK = re.compile(r"rank_([0-9]{1,9})", re.ASCII)
+_COPY_BYTES = 8 * 2**20
+_SEGMENT_BYTES = 256 * 2**20
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class SegmentEntry(msgspec.Struct, frozen=True):
+    """What the manifest says of a segment."""
+
+    name: str
+    steps: Count
+    observations: Count
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One buffer of a checkpoint."""
+
+    schema: Schema | None
+    files: list[dict[str, Any]] = []
+    texts: list[str]
+    segments: list[SegmentEntry]
+    index: str
+    trajectories: Count
+    runs: Count
+    chains: Count
+    index_crc32: Count
+    next_id: Count
+    seed: Annotated[int, Meta(ge=0)]
+    rank: Count
+    random: dict[str, Any] | None = None
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint of trajectories is of."""
+
+    parts: dict[str, Part]
+    created_at: float = 0.0
+    forebay_version: str = ""
+
+
+_decoder = msgspec.json.Decoder(Manifest)
+
+
+class PartSource(NamedTuple):
+    """What is to be saved: a listing whose segments are numbered as in `segments`, or rows of memory of `space`."""
+
+    layout: Layout | None
+    texts: Sequence[str]
+    listing: Listing
+    segments: Mapping[int, Segment]
+    space: Space | None
+    next_id: int
+    seed: int
+    rank: int
+    random: dict[str, Any] | None
+
+
+# --- write --------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(
+    directory: str | PathLike[str],
+    parts: Mapping[str, PartSource],
+    *,
+    files: FileOps | None = None,
+    progress: Any = None,
+) -> None:
+    """Save parts as the checkpoint of a directory: all of it or nothing. `progress` gets trajectories done, and all."""
+    from forebay import __version__
+
+    total = sum(len(source.listing) for source in parts.values())
+    done = 0
+    files = files or FileOps()
+    with DirectoryWriter(directory, ENVELOPE, ours=_OURS, names_in=_names_in, files=files) as writer:
+        written = {}
+        for name, source in parts.items():
+            written[name] = _write_part(writer, source, files)
+            done += len(source.listing)
+            if progress is not None:
+                progress(done, total)
+        manifest = Manifest(parts=written, created_at=time.time(), forebay_version=__version__)
+        writer.publish(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+
+
+def _write_part(writer: DirectoryWriter, source: PartSource, files: FileOps) -> Part:
+    entries: list[SegmentEntry] = []
+    listing = source.listing
+    rows = listing.rows.copy()
+    for number in np.unique(rows["segment"]).tolist():
+        if number == IN_MEMORY:
+            continue
+        assert source.layout is not None
+        segment = source.segments[number]
+        name = _bring(writer, segment, source.layout, files)
+        rows["segment"][listing.rows["segment"] == number] = len(entries)
+        entries.append(SegmentEntry(name, segment.rows.steps, segment.rows.observations))
+    _copy_rows(writer, source, rows, entries)
+    data = [np.ascontiguousarray(part) for part in (rows, listing.runs.astype("<i8"), listing.chains.astype("<i8"))]
+    index = f"index-{secrets.token_hex(8)}.rows"
+    descriptor = writer.create(index)
+    writer.write(descriptor, [memoryview(part.reshape(-1).view(np.uint8)) for part in data])
+    writer.finish(descriptor)
+    crc = 0
+    for part in data:
+        crc = crc32(part.reshape(-1).view(np.uint8), crc)
+    return Part(
+        schema=None if source.layout is None else source.layout.schema,
+        files=[] if source.layout is None else source.layout.files(),
+        texts=list(source.texts),
+        segments=entries,
+        index=index,
+        trajectories=len(rows),
+        runs=len(listing.runs),
+        chains=len(listing.chains),
+        index_crc32=crc,
+        next_id=source.next_id,
+        seed=source.seed,
+        rank=source.rank,
+        random=source.random,
+    )
+
+
+def _bring(writer: DirectoryWriter, segment: Segment, layout: Layout, files: FileOps) -> str:
+    """Link the files of a sealed segment, or copy them under another name; the name that it has now."""
+    names = file_names(segment.name, layout)
+    if all(writer.link(segment.directory / name, name) for name in names):
+        return segment.name
+    copy = new_name()
+    strips = (*layout.steps, *layout.observations)
+    counts = [segment.rows.steps] * len(layout.steps) + [segment.rows.observations] * len(layout.observations)
+    with open_files(segment.directory, names, files) as opened:
+        for (source, _), strip, count, name in zip(opened, strips, counts, file_names(copy, layout), strict=True):
+            descriptor = writer.create(name)
+            size, at = strip.row_bytes * count, 0
+            while at < size:
+                with doing("read", segment.directory):
+                    data = files.read(source, min(_COPY_BYTES, size - at), at)
+                if not data:
+                    raise DamagedData(f"segment {segment.name} in {segment.directory} was cut off while it was copied")
+                writer.write(descriptor, [data])
+                at += len(data)
+            writer.finish(descriptor)
+    return copy
+
+
+def _copy_rows(
+    writer: DirectoryWriter, source: PartSource, rows: np.ndarray[Any, Any], entries: list[SegmentEntry]
+) -> None:
+    """Write the rows that are in memory (or in an open segment, by where it is mapped) into new segments."""
+    which = np.flatnonzero(source.listing.rows["segment"] == IN_MEMORY)
+    space, layout = source.space, source.layout
+    if not len(which):
+        return
+    assert space is not None
+    assert layout is not None
+    sizes = np.cumsum(source.listing.chosen(which).bytes(layout))
+    for group in np.split(which, np.flatnonzero(np.diff(sizes // _SEGMENT_BYTES)) + 1):
+        name = new_name()
+        steps = observations = 0
+        places = []
+        for k in group.tolist():
+            row = source.listing.rows[k]
+            places.append((int(row["first_step"]), int(row["steps"] * row["envs"])))
+            places.append((int(row["first_observation"]), int(row["observations"])))
+            rows[k]["segment"] = len(entries)
+            rows[k]["first_step"], rows[k]["first_observation"] = steps, observations
+            rows[k]["crc"] = checksum(space, *places[-2], *places[-1])
+            steps += places[-2][1]
+            observations += places[-1][1]
+        tables = [(space.steps, k, places[0::2]) for k in range(len(layout.steps))]
+        tables += [(space.observations, k, places[1::2]) for k in range(len(layout.observations))]
+        for (table, k, theirs), file in zip(tables, file_names(name, layout), strict=True):
+            descriptor = writer.create(file)
+            for start in range(0, len(theirs), 512):
+                writer.write(descriptor, [row_bytes(table, *place)[k] for place in theirs[start : start + 512]])
+            writer.finish(descriptor)
+        entries.append(SegmentEntry(name, steps, observations))
+
+
+# --- read ---------------------------------------------------------------------------------------------
+
+
+class Contents:
+    """What is in a checkpoint or in a store: checked, and not mapped yet."""
+
+    def __init__(
+        self,
+        directory: Path,
+        kind: str,
+        layout: Layout | None,
+        texts: list[str],
+        listing: Listing,
+        segments: dict[int, Segment],
+        next_id: int,
+        *,
+        seed: int | None = None,
+        random: dict[str, Any] | None = None,
+        left_out: int = 0,
+    ) -> None:
+        self.directory, self.kind, self.layout, self.texts = directory, kind, layout, texts
+        self.listing, self.segments, self.next_id = listing, segments, next_id
+        self.seed, self.random, self.left_out = seed, random, left_out
+
+    def bytes(self) -> int:
+        """Of the trajectories, without what else their segments hold."""
+        return 0 if self.layout is None else int(self.listing.bytes(self.layout).sum())
+
+
+def find_directories(path: str | PathLike[str]) -> list[Path]:
+    """The checkpoints or stores of a path: itself, or its `rank_<n>` by number. CheckpointError if there is none."""
+    root = Path(path)
+    if not root.is_dir():
+        raise CheckpointError(f"there is no directory {root}")
+    if (root / MANIFEST).exists() or is_store(root):
+        return [root]
+    ranks = {int(found[1]): entry for entry in root.iterdir() if (found := _RANK.fullmatch(entry.name))}
+    ordered = [ranks[rank] for rank in sorted(ranks)]
+    holding = [entry for entry in ordered if (entry / MANIFEST).exists() or is_store(entry)]
+    if not holding:
+        raise CheckpointError(
+            f"there are no trajectories in {root}: neither {MANIFEST} nor {NAME}, nor a directory rank_<n> with one"
+        )
+    if len(holding) < len(ordered):
+        missing = next(entry for entry in ordered if entry not in holding)
+        raise CheckpointError(f"{missing} has no trajectories, unlike {holding[0]}: the checkpoint is not complete")
+    return holding
+
+
+def part_names(directory: Path, files: FileOps | None = None) -> list[str]:
+    """The parts of a checkpoint; a store has only the main one."""
+    if not (directory / MANIFEST).exists():
+        return [MAIN]
+    return sorted(open_published(directory, ENVELOPE, lambda body: _decoded(body).parts, files or FileOps()))
+
+
+def open_contents(directory: Path, part: str = MAIN, files: FileOps | None = None) -> Contents:
+    """Read what a checkpoint or a store says, and check it. Maps and changes nothing."""
+    files = files or FileOps()
+    if (directory / MANIFEST).exists():
+        return open_published(directory, ENVELOPE, lambda body: _contents(directory, body, part, files), files)
+    if part != MAIN:
+        raise CheckpointError(f"{directory} is a store; it has no part {part!r}")
+    store = Store(directory, read_only=True, files=files)
+    try:
+        space = None if store.layout is None else Space(store.layout)
+        listing, segments = store.load(space)
+        listing = listing.chosen(np.flatnonzero(listing.rows["id"] >= store.floor_id))
+        for segment in segments.values():
+            if segment.rows == SegmentRows(0, 0):
+                segment.sealed = False  # its files are missing
+        return Contents(
+            directory, "store", store.layout, store.texts, listing, segments, store.next_id, left_out=store.left_out
+        )
+    finally:
+        store.close(clean=False)
+
+
+def _contents(directory: Path, body: bytes, part: str, files: FileOps) -> Contents:
+    manifest = _decoded(body)
+    found = manifest.parts.get(part)
+    if found is None:
+        raise CheckpointError(f"{directory} has no part {part!r}; it has {', '.join(sorted(manifest.parts))}")
+    listing = _read_index(directory, found, files)
+    if found.schema is None:
+        if len(listing) or found.segments:
+            raise DamagedData(f"{directory / MANIFEST} has trajectories and no schema")
+        return Contents(directory, "checkpoint", None, found.texts, listing, {}, found.next_id, seed=found.seed)
+    layout = Layout(found.schema)
+    segments = {}
+    for number, entry in enumerate(found.segments):
+        rows = SegmentRows(entry.steps, entry.observations)
+        with open_files(directory, file_names(entry.name, layout), files) as opened:
+            have = rows_in_files([size for _, size in opened], layout)
+        if have.steps < rows.steps or (layout.observations and have.observations < rows.observations):
+            raise DamagedData(
+                f"segment {entry.name} in {directory} has {have.steps} and {have.observations} rows; the manifest says "
+                f"{rows.steps} and {rows.observations}"
+            )
+        segments[number] = Segment(directory, entry.name, rows, sealed=True)
+    listing.check({number: segment.rows for number, segment in segments.items()}, layout, len(found.texts))
+    if len(listing) and int(listing.rows["id"][-1]) >= found.next_id:
+        raise DamagedData(f"{directory / MANIFEST} would give an id twice")
+    return Contents(
+        directory,
+        "checkpoint",
+        layout,
+        found.texts,
+        listing,
+        segments,
+        found.next_id,
+        seed=found.seed,
+        random=found.random,
+    )
+
+
+def _read_index(directory: Path, part: Part, files: FileOps) -> Listing:
+    path = directory / part.index
+    sizes = [part.trajectories * ROW.itemsize, part.runs * 16, part.chains * 16]
+    descriptor, size = open_plain(path, files)
+    try:
+        if size != sum(sizes):
+            raise DamagedData(f"{path} has {size} bytes; its manifest says {sum(sizes)}")
+        with doing("read", path):
+            data = files.read(descriptor, size, 0)
+    finally:
+        with suppress(OSError):
+            files.close(descriptor)
+    if len(data) != size or crc32(data) != part.index_crc32:
+        raise DamagedData(f"the checksum of {path} does not match: it was altered")
+    rows = np.frombuffer(data, ROW, part.trajectories)
+    pairs = np.frombuffer(data, "<i8", 2 * (part.runs + part.chains), sizes[0]).reshape(-1, 2)
+    return Listing(rows, pairs[: part.runs], pairs[part.runs :])
+
+
+def _decoded(body: bytes) -> Manifest:
+    try:
+        manifest = _decoder.decode(body)
+    except UNREADABLE as error:
+        raise DamagedData(f"the manifest of the trajectories cannot be read: {error}") from None
+    for part in manifest.parts.values():
+        if not _INDEX.fullmatch(part.index):
+            raise DamagedData(f"the manifest names a file {part.index[:100]!r}; expected index-<16 hex digits>.rows")
+        if len({entry.name for entry in part.segments}) != len(part.segments):
+            raise DamagedData("the manifest names a segment twice")
+    return manifest
+
+
+def _names_in(body: bytes) -> set[str]:
+    names = set()
+    for part in _decoded(body).parts.values():
+        names.add(part.index)
+        if part.schema is not None:
+            layout = Layout(part.schema)
+            names.update(name for entry in part.segments for name in file_names(entry.name, layout))
+    return names
+
+
+def check_same_schema(contents: Sequence[Contents]) -> Layout | None:
+    """The layout that all have; InvalidInput says where two differ."""
+    known = [found for found in contents if found.layout is not None]
+    for found in known[1:]:
+        assert found.layout is not None
+        assert known[0].layout is not None
+        mine, theirs = _fields(known[0].layout), _fields(found.layout)
+        for name in sorted(mine.keys() | theirs.keys()):
+            if mine.get(name) != theirs.get(name):
+                raise InvalidInput(
+                    f"{name} is {mine.get(name, 'missing')} in {known[0].directory} and "
+                    f"{theirs.get(name, 'missing')} in {found.directory}; they cannot be together"
+                )
+    return known[0].layout if known else None
+
+
+def _fields(layout: Layout) -> dict[str, str]:
+    shared = {f"curr_obs and next_obs .{'.'.join(f.path)}": str(f) for f in layout.schema.observations}
+    return {**{".".join(field.path): str(field) for field in layout.schema.steps}, **shared}

@@ -1,0 +1,248 @@
+"""What is in the window, and how a number drawn at random becomes a step of it.
+
+Trajectories and their runs of steps are kept in *tapes*: parallel arrays that are appended to at the end and forgotten
+at the front. What a reader got of a tape is never moved under it: a tape that grows is copied to new arrays. So a
+snapshot costs nothing, and a draw is a search in one sorted array, however many trajectories there are. A run is a
+stretch of rows of which each may be drawn; a chain is a stretch in which each step continues into the next.
+
+All methods are called under the buffer's lock; `Drawn.rows` is not, and needs none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from forebay.errors import InvalidInput
+from forebay.trajectory.listing import ROW, Listing
+
+__all__ = ["Drawn", "Index", "Rows", "Tape"]
+
+Numbers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
+
+_MAX_LENGTHS = 8  # sequence lengths whose sums are kept
+
+
+class Tape:
+    """Parallel arrays whose elements have a number that never changes; live are those from `first` up to `end`."""
+
+    def __init__(self, **columns: str) -> None:
+        self._columns = {name: np.empty(64, dtype) for name, dtype in columns.items()}
+        self._offset = 0  # the number of the first element of the arrays
+        self.first = self.end = 0
+
+    def append(self, count: int, **values: Any) -> None:
+        start = self.end - self._offset
+        size = len(next(iter(self._columns.values())))
+        if start + count > size:
+            live = self.end - self.first
+            size = max(2 * (live + count), 64)
+            kept = slice(self.first - self._offset, start)
+            for name, old in self._columns.items():
+                new = np.empty(size, old.dtype)
+                new[:live] = old[kept]
+                self._columns[name] = new
+            self._offset, start = self.first, live
+        for name, column in self._columns.items():
+            column[start : start + count] = values[name]
+        self.end += count
+
+    def forget(self, until: int) -> None:
+        self.first = until
+
+    def set(self, number: int, **values: Any) -> None:
+        """Change an element where it is: who reads meanwhile sees the old value or the new one."""
+        for name, value in values.items():
+            self._columns[name][number - self._offset] = value
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._columns)
+
+    def column(self, name: str) -> np.ndarray[Any, Any]:
+        """The live elements; the view stays right for who holds it."""
+        return self._columns[name][self.first - self._offset : self.end - self._offset]
+
+    def __len__(self) -> int:
+        return self.end - self.first
+
+
+class Rows(NamedTuple):
+    """Drawn steps: which they are, and where their rows are."""
+
+    trajectory_id: Numbers
+    step: Numbers
+    env: Numbers
+    age: Numbers
+    row: Numbers
+    observation: Numbers
+    """The row of the observation."""
+    first_observation: Numbers
+    last_observation: Numbers
+    """Between these two is every observation of the trajectory; nothing read from a file leads outside."""
+    texts: Numbers
+    """What is added to the codes of texts."""
+
+
+class Drawn(NamedTuple):
+    """Random numbers, and what of the index is needed to make steps of them."""
+
+    numbers: Numbers
+    until: Numbers
+    weight: Numbers
+    slot: Numbers
+    local: Numbers
+    slots: dict[str, np.ndarray[Any, Any]]
+    first_slot: int
+
+    def rows(self, length: int | None) -> Rows:
+        run = np.searchsorted(self.until, self.numbers, side="right")
+        local = self.local[run] + (self.numbers - (self.until[run] - self.weight[run]))
+        slot = self.slot[run] - self.first_slot
+        age = len(self.slots["id"]) - 1 - slot
+        if length is not None:
+            local = (local[:, None] + np.arange(length)).reshape(-1)
+            slot, age = np.repeat(slot, length), np.repeat(age, length)
+        steps = self.slots["steps"][slot]
+        env = local // steps
+        first = self.slots["first_observation"][slot]
+        return Rows(
+            self.slots["id"][slot],
+            local - env * steps,
+            env,
+            age,
+            self.slots["first_step"][slot] + local,
+            first + local,
+            first,
+            first + self.slots["observations"][slot] - 1,
+            self.slots["texts"][slot],
+        )
+
+
+class _Runs:
+    """Stretches of rows, with sums of how many draws each is worth."""
+
+    def __init__(self) -> None:
+        self.tape = Tape(slot="i8", local="i8", length="i8")
+        self._sums: dict[int, Tape] = {}
+
+    def append(self, slots: np.ndarray[Any, Any], runs: np.ndarray[Any, Any]) -> None:
+        self.tape.append(len(runs), slot=slots, local=runs[:, 0], length=runs[:, 1])
+
+    def listed(self, first_slot: int, slots: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """How many runs each slot has, and all of them."""
+        counts = np.bincount(self.tape.column("slot") - first_slot, minlength=slots)
+        return counts, np.stack((self.tape.column("local"), self.tape.column("length")), axis=1)
+
+    def forget_slots(self, until: int) -> None:
+        slots = self.tape.column("slot")
+        first = self.tape.first + int(np.searchsorted(slots, until))
+        self.tape.forget(first)
+        for sums in self._sums.values():
+            sums.forget(min(first, sums.end))
+            if sums.end < first:  # it was not used for a while
+                sums.first = sums.end = first
+
+    def sums(self, length: int) -> Tape:
+        """By run: how many starts of `length` steps there are up to and with it, and in it."""
+        tape = self._sums.pop(length, None)
+        if tape is None:
+            tape = Tape(until="i8", weight="i8")
+            tape.first = tape.end = tape._offset = self.tape.first
+            while len(self._sums) >= _MAX_LENGTHS:
+                del self._sums[next(iter(self._sums))]
+        self._sums[length] = tape  # the last used is the last to go
+        if tape.end < self.tape.end:
+            new = self.tape.column("length")[tape.end - self.tape.first :]
+            weight = np.maximum(new - (length - 1), 0)
+            before = tape.column("until")[-1] if len(tape) else 0
+            tape.append(len(new), until=before + np.cumsum(weight), weight=weight)
+        return tape
+
+
+class Index:
+    """The trajectories of the window, oldest first."""
+
+    def __init__(self) -> None:
+        self.slots = Tape(**{name: str(ROW[name]) for name in SLOT})
+        self._runs, self._chains = _Runs(), _Runs()
+        self.transitions = 0
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def append(self, listing: Listing) -> int:
+        """Add the newest trajectories, which are where their rows say; the number of the first slot."""
+        number, rows = self.slots.end, listing.rows
+        self.slots.append(len(rows), **{name: rows[name] for name in SLOT})
+        slots = np.arange(number, number + len(rows))
+        self._runs.append(np.repeat(slots, rows["runs"]), listing.runs)
+        self._chains.append(np.repeat(slots, rows["chains"]), listing.chains)
+        self.transitions += int(rows["transitions"].sum())
+        return number
+
+    def listing(self) -> Listing:
+        """What is in the window, in a copy."""
+        rows = np.zeros(len(self.slots), ROW)
+        for name in SLOT:
+            rows[name] = self.slots.column(name)
+        rows["runs"], runs = self._runs.listed(self.slots.first, len(rows))
+        rows["chains"], chains = self._chains.listed(self.slots.first, len(rows))
+        return Listing(rows, runs, chains)
+
+    def forget_oldest(self) -> dict[str, int]:
+        """Take the oldest trajectory out; where it was."""
+        first = self.slots.first
+        gone = {name: int(self.slots.column(name)[0]) for name in _PLACE}
+        self.slots.forget(first + 1)
+        self._runs.forget_slots(first + 1)
+        self._chains.forget_slots(first + 1)
+        self.transitions -= gone["transitions"]
+        return gone
+
+    def draw(self, count: int, length: int | None, replace: bool, random: np.random.Generator) -> Drawn:
+        """Draw steps, or starts of `length` steps, uniformly; InvalidInput says what is there if that cannot be."""
+        runs = self._runs if length is None else self._chains
+        sums = runs.sums(1 if length is None else length)
+        until, weight = sums.column("until"), sums.column("weight")
+        before = int(until[0] - weight[0]) if len(until) else 0
+        total = int(until[-1]) - before if len(until) else 0
+        if not total:
+            what = "transitions" if length is None else f"runs of {length} continuing steps"
+            raise InvalidInput(
+                f"{count} {what} were asked for, and there are none: the window has {len(self.slots)} trajectories "
+                f"with {self.transitions} transitions to draw"
+            )
+        if replace:
+            numbers = random.integers(before, before + total, count)
+        elif count > total:
+            raise InvalidInput(
+                f"{count} different rows were asked for; the window has {total}. Use replace=True, or wait_ready()"
+            )
+        else:
+            numbers = before + random.choice(total, count, replace=False)
+        return Drawn(
+            numbers,
+            until,
+            weight,
+            runs.tape.column("slot"),
+            runs.tape.column("local"),
+            {name: self.slots.column(name) for name in _NEEDED},
+            self.slots.first,
+        )
+
+    def _check(self) -> None:
+        """What is counted is what is there."""
+        assert (np.diff(self.slots.column("id")) > 0).all()
+        assert self.transitions == int(self.slots.column("transitions").sum())
+        assert self.transitions == int(self._runs.tape.column("length").sum())
+        for runs in (self._runs, self._chains):
+            slots = runs.tape.column("slot")
+            assert (np.diff(slots) >= 0).all()
+            assert not len(slots) or self.slots.first <= slots[0] <= slots[-1] < self.slots.end
+
+
+SLOT = tuple(name for name in (ROW.names or ()) if name not in ("runs", "chains"))
+_PLACE = ("id", "segment", "steps", "envs", "first_step", "first_observation", "observations", "transitions")
+_NEEDED = ("id", "steps", "first_step", "first_observation", "observations", "texts")

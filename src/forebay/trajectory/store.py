@@ -1,0 +1,209 @@
+"""A native store: a directory with a catalogue and segments, which one process writes and any number read.
+
+    catalogue.db               what is there (see `catalogue`)
+    seg-<16 hex digits>-<k>.col  the rows (see `segments`)
+    catalogue.db.lock          held by the writing process
+
+`Store.load` says what can be used: what the catalogue names and the files have. After an unclean stop the rows of the
+open segment are checked against their crc, and what is torn is left out (and, by the writing process, forgotten). The
+catalogue's row is the commit point, and it is written after the rows are synced: what was durable is there.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forebay.errors import DamagedData, InvalidConfig, StorageError
+from forebay.files import FileOps
+from forebay.publish import MANIFEST
+from forebay.storage.sqlite.place import ProcessLock, check_file_system
+from forebay.trajectory.catalogue import NAME, Catalogue
+from forebay.trajectory.listing import Listing, SegmentRows
+from forebay.trajectory.schema import Layout
+from forebay.trajectory.segments import SEGMENT_FILE, Segment, damaged, doing, file_names, open_files, rows_in_files
+from forebay.trajectory.space import Space
+
+__all__ = ["Store", "is_store", "segment_limit"]
+
+_log = logging.getLogger(__name__)
+
+LEAST_SEGMENT_BYTES, MOST_SEGMENT_BYTES = 4 * 2**20, 256 * 2**20
+
+
+def is_store(directory: Path) -> bool:
+    return (directory / NAME).is_file()
+
+
+def segment_limit(retained_bytes: int) -> int:
+    """How large a segment gets: an eighth of what is kept, so that little is kept for too long.
+
+    >>> segment_limit(0) // 2**20, segment_limit(2**30) // 2**20, segment_limit(2**40) // 2**20
+    (4, 128, 256)
+    """
+    return min(max(retained_bytes // 8, LEAST_SEGMENT_BYTES), MOST_SEGMENT_BYTES)
+
+
+class Store:
+    """An open store."""
+
+    def __init__(self, directory: str | PathLike[str], *, read_only: bool, files: FileOps | None = None) -> None:
+        self.directory = Path(directory).absolute()
+        self.read_only = read_only
+        self.files = files or FileOps()
+        self._lock: ProcessLock | None = None
+        if (self.directory / MANIFEST).exists():
+            raise InvalidConfig(
+                f"{self.directory} is a checkpoint, which is never written to; load it with load_checkpoint()"
+            )
+        if read_only:
+            if not is_store(self.directory):
+                raise StorageError(f"there is no trajectory store in {self.directory}: {NAME} is missing")
+        else:
+            self._make_directory()
+            check_file_system(self.directory)
+            self._lock = ProcessLock(self.directory / f"{NAME}.lock")
+        try:
+            self.catalogue = Catalogue(self.directory / NAME, read_only=read_only)
+            schema = self.catalogue.schema()
+            self.layout = None if schema is None else Layout(schema)
+            self.texts = self.catalogue.texts()
+            self.next_id = self.catalogue.number("next_id")
+            self.floor_id = self.catalogue.number("floor_id")
+            self.left_out = 0  # trajectories that were damaged
+        except BaseException:
+            self.close(clean=False)
+            raise
+
+    def load(self, space: Space | None) -> tuple[Listing, dict[int, Segment]]:
+        """Every trajectory that is whole, and the segments by number, not mapped. For writing: sweep and mend."""
+        numbers = self.catalogue.segments()
+        if self.layout is None or space is None:
+            if numbers:
+                raise DamagedData(f"{self.catalogue.path} has segments and no schema")
+            self._sweep({})
+            return Listing.empty(), {}
+        listing = self.catalogue.listing()
+        segments = {number: self._segment(name, sealed) for number, (name, sealed) in numbers.items()}
+        listing = self._without_missing_rows(listing, segments)
+        listing.check({number: segment.rows for number, segment in segments.items()}, self.layout, len(self.texts))
+        if not self.catalogue.number("clean"):
+            listing = self._without_torn_rows(listing, segments, space)
+        if not self.read_only:
+            self._sweep(segments)
+            self.catalogue.set_meta(clean=0)
+        return listing, segments
+
+    def committed(self) -> Listing:
+        """What is durable now; read apart from the connection that writes."""
+        catalogue = Catalogue(self.directory / NAME, read_only=True)
+        try:
+            return catalogue.listing()
+        finally:
+            catalogue.close()
+
+    def close(self, *, clean: bool) -> None:
+        """Let others write. `clean` says that all that was written was committed."""
+        catalogue: Catalogue | None = getattr(self, "catalogue", None)
+        try:
+            if catalogue is not None:
+                if clean and not self.read_only:
+                    catalogue.set_meta(clean=1)
+                catalogue.close()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+                self._lock = None
+
+    def _make_directory(self) -> None:
+        missing, path = [], self.directory
+        with doing("create", path):
+            while (found := self.files.is_directory(path)) is None:
+                missing.append(path)
+                path = path.parent
+            if not found:
+                raise InvalidConfig(f"auto_save_path leads to a directory; {path} is a file")
+            for path in reversed(missing):
+                self.files.make_directory(path)
+
+    def _segment(self, name: str, sealed: bool) -> Segment:
+        """A segment with as many rows as its files have; none if one is missing."""
+        assert self.layout is not None
+        if not isinstance(name, str):
+            raise DamagedData(f"{self.catalogue.path} has a segment without a name")
+        names = file_names(name, self.layout)
+        try:
+            with open_files(self.directory, names, self.files) as opened:
+                rows = rows_in_files([size for _, size in opened], self.layout)
+        except DamagedData as error:
+            _log.warning("a segment cannot be read, and its trajectories are left out: %s", error)
+            rows = SegmentRows(0, 0)
+        return Segment(self.directory, name, rows, sealed=sealed)
+
+    def _without_missing_rows(self, listing: Listing, segments: dict[int, Segment]) -> Listing:
+        rows = listing.rows
+        nothing = SegmentRows(0, 0)
+        have = [segments[n].rows if n in segments else nothing for n in rows["segment"].tolist()]
+        there = np.array(have, np.int64).reshape(-1, 2)
+        with np.errstate(over="ignore"):
+            steps = rows["first_step"] + rows["steps"] * rows["envs"] <= there[:, 0]
+            observations = rows["first_observation"] + rows["observations"] <= there[:, 1]
+        return self._kept(listing, steps & observations, "are not whole in their files", segments)
+
+    def _without_torn_rows(self, listing: Listing, segments: dict[int, Segment], space: Space) -> Listing:
+        """The process that wrote last did not close: the open segment may have been torn by a power loss."""
+        opened = {number: segment for number, segment in segments.items() if not segment.sealed and segment.rows.steps}
+        which = np.flatnonzero(np.isin(listing.rows["segment"], list(opened)))
+        keep = np.ones(len(listing), bool)
+        try:
+            for segment in opened.values():
+                map_segment(segment, space, self.files)
+            keep[which[damaged(listing.chosen(which), opened, space)]] = False
+        finally:
+            for segment in opened.values():
+                segment.unmap(space)
+        return self._kept(listing, keep, "do not have their checksum", segments)
+
+    def _kept(self, listing: Listing, keep: np.ndarray[Any, Any], why: str, segments: dict[int, Segment]) -> Listing:
+        if keep.all():
+            return listing
+        gone = listing.rows[~keep]
+        _log.warning("%d trajectories %s and are left out: %s", len(gone), why, gone["id"][:20].tolist())
+        self.left_out += len(gone)
+        if not self.read_only:
+            # Only of a segment that is written to again: of a sealed one a file may come back.
+            torn = [int(row["id"]) for row in gone if not getattr(segments.get(int(row["segment"])), "sealed", True)]
+            with self.catalogue.transaction():
+                self.catalogue.remove(torn)
+        return listing.chosen(np.flatnonzero(keep))
+
+    def _sweep(self, segments: dict[int, Segment]) -> None:
+        """Remove files of segments that were never committed, or that were let go."""
+        if self.read_only:
+            return
+        known = {segment.name for segment in segments.values()}
+        with suppress(OSError):
+            for name in self.files.list_directory(self.directory):
+                if SEGMENT_FILE.fullmatch(name) and name.split("-")[1] not in known:
+                    with suppress(OSError):
+                        self.files.remove(self.directory / name)
+
+
+def map_segment(segment: Segment, space: Space, files: FileOps) -> None:
+    """Map the files of a segment, once they are known to have its rows."""
+    if segment.mapped:
+        return
+    names = file_names(segment.name, space.layout)
+    with open_files(segment.directory, names, files) as opened:
+        have = rows_in_files([size for _, size in opened], space.layout)
+        if have.steps < segment.rows.steps or have.observations < segment.rows.observations:
+            raise DamagedData(
+                f"segment {segment.name} in {segment.directory} has {have.steps} and {have.observations} rows; "
+                f"{segment.rows.steps} and {segment.rows.observations} are listed"
+            )
+        segment.map(space, [descriptor for descriptor, _ in opened], segment.rows)
