@@ -389,15 +389,25 @@ class TrajectoryReplayBuffer:
                 window.pins.unpin(pin)
         return gatherer.finish(batch, self._texts.known, (count,) if length is None else (count, length))
 
-    def fill_batch(self, gatherer: Gatherer, batch: Batch, start: int, count: int) -> None:
-        """Draw steps into rows of a batch that was made for the same fields."""
+    def gatherer(self) -> Gatherer:
+        """What makes batches of these fields; InvalidInput as long as they are not known."""
+        self._check_usable()
+        return self._drawable(0)[1]
+
+    def texts(self) -> list[str]:
+        """All texts that were ever stored, by code."""
+        return self._texts.known
+
+    def fill_batch(self, gatherer: Gatherer, batch: Batch, start: int, count: int, *, first_text: int = 0) -> None:
+        """Draw steps into rows of a batch that was made for the same fields; texts are counted from `first_text`."""
         self._check_usable()
         with self._changed:
             window, _ = self._drawable(count)
             drawn = window.index.draw(count, None, True, self._generator)
             pin = window.pins.pin()
         try:
-            gatherer.fill(batch, start, drawn.rows(None), window.space)
+            rows = drawn.rows(None)
+            gatherer.fill(batch, start, rows._replace(texts=rows.texts + first_text), window.space)
         finally:
             with self._changed:
                 window.pins.unpin(pin)
