@@ -41,9 +41,10 @@ def dtype_name(dtype: np.dtype[Any]) -> str | None:
     >>> dtype_name(np.dtype(">f4")), dtype_name(np.dtype("U3"))
     ('F32', None)
     """
-    if dtype.name == "bfloat16":
-        return BFLOAT16
-    return _NAME_OF.get(dtype.newbyteorder("<"))
+    name = _NAME_OF.get(dtype)
+    if name is not None:
+        return name
+    return BFLOAT16 if dtype.name == "bfloat16" else _NAME_OF.get(dtype.newbyteorder("<"))
 
 
 def raw_dtype(name: str) -> np.dtype[Any]:

@@ -194,7 +194,7 @@ class TrajectoryReplayBuffer:
         if self._writer is None or self._window is None:
             return
         if self._retain_window or limits.transitions is not None or limits.bytes is not None:
-            ids = self._window.index.slots.column("id")
+            ids = self._window.index.rows["id"]
             self._writer.retain(int(ids[0]) if len(ids) else self._next_id)
 
     # --- adding ---------------------------------------------------------------------------------------
@@ -467,12 +467,12 @@ class TrajectoryReplayBuffer:
         self._check_usable()
         with self._changed:
             window = self._window
-            ids = np.empty(0, np.int64) if window is None else window.index.slots.column("id")
+            ids = np.empty(0, np.int64) if window is None else window.index.rows["id"]
             k = int(np.searchsorted(ids, trajectory_id))
             if window is None or k == len(ids) or ids[k] != trajectory_id:
                 there = f"{ids[0]} to {ids[-1]}" if len(ids) else "no trajectory"
                 raise InvalidInput(f"trajectory {trajectory_id!r} is not in the window, which has {there}")
-            row = {name: window.index.slots.column(name)[k] for name in window.index.slots.names}
+            row = window.index.rows[k].copy()
             pin = window.pins.pin()
         try:
             return read_trajectory(window.space, row, self._texts.known)
@@ -485,9 +485,9 @@ class TrajectoryReplayBuffer:
         self._check_usable()
         with self._changed:
             window, writer = self._window, self._writer
-            slots = None if window is None else window.index.slots
-            rewards = 0.0 if slots is None else float(slots.column("reward").sum())
-            added_at = time.time() if slots is None or not len(slots) else float(slots.column("added_at")[0])
+            rows = None if window is None else window.index.rows
+            rewards = 0.0 if rows is None else float(rows["reward"].sum())
+            added_at = time.time() if rows is None or not len(rows) else float(rows["added_at"][0])
             transitions, trajectories = self.num_transitions, len(self)
             disk = [segment for number, segment in self._segments.items() if number > 0]
             layout = None if window is None else window.space.layout
@@ -578,7 +578,7 @@ class TrajectoryReplayBuffer:
 
     def _export(self, path: Path) -> None:
         with self._changed:
-            ids = [] if self._window is None else self._window.index.slots.column("id").tolist()
+            ids = [] if self._window is None else self._window.index.rows["id"].tolist()
         export_rlinf(path, ((number, self.trajectory(number)) for number in ids), seed=self.seed)
 
     def load_checkpoint(

@@ -33,9 +33,9 @@ RESERVED = ("trajectory_id", "step", "env", "age", "source")
 
 _LEADING = ("terminations", "truncations", "dones")
 _TRAILING = ("actions", "intervene_flags", "prev_logprobs", "prev_values", "versions", "forward_inputs")
+_MAY_HAVE_EXTRA = frozenset((*_LEADING, *_TRAILING))
 _NESTED = ("forward_inputs", "curr_obs", "next_obs")
 _MAX_DEPTH, _MAX_NAME, _MAX_LEAVES, _MAX_DIMENSIONS = 8, 200, 512, 16
-_MAX_ROW_BYTES = 2**30
 
 
 @dataclass
@@ -159,6 +159,8 @@ def aligned(trajectory: Trajectory | Mapping[str, Any]) -> Aligned:
 
 
 def _fields_of(trajectory: Trajectory | Mapping[str, Any]) -> dict[str, Any]:
+    if type(trajectory) is Trajectory:
+        return vars(trajectory)
     if isinstance(trajectory, Mapping):
         given = dict(trajectory)
     elif dataclasses.is_dataclass(trajectory) and not isinstance(trajectory, type):
@@ -211,11 +213,7 @@ def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
 
 def _array(path: Path, value: Any) -> tuple[str, np.ndarray[Any, Any]]:
     """The dtype name and the array of a leaf, without copying it where that is possible."""
-    if is_tensor(value):
-        name, value = _of_tensor(path, value)
-    elif isinstance(value, (list, tuple)):
-        return STRING, _text(path, value)
-    elif isinstance(value, np.ndarray):
+    if isinstance(value, np.ndarray):
         if value.dtype.kind in "OUT":
             return STRING, _text(path, value.tolist())
         found = dtype_name(value.dtype)
@@ -226,6 +224,10 @@ def _array(path: Path, value: Any) -> tuple[str, np.ndarray[Any, Any]]:
             value = value.view(np.uint16)
         elif not value.dtype.isnative:
             value = value.astype(value.dtype.newbyteorder("<"))
+    elif is_tensor(value):
+        name, value = _of_tensor(path, value)
+    elif isinstance(value, (list, tuple)):
+        return STRING, _text(path, value)
     else:
         raise InvalidTrajectory(
             f"{dotted(path)} is a {type(value).__name__}; expected a torch tensor, a numpy array, or a list of text"
@@ -280,7 +282,7 @@ def _epochs(raw: Mapping[Path, tuple[str, np.ndarray[Any, Any]]], steps: int) ->
     epochs, said_by = 0, ""
     for path, (dtype, values) in raw.items():
         extra = values.shape[0] - steps if values.ndim and dtype != STRING else 0
-        if extra <= 0 or path[0] not in (*_LEADING, *_TRAILING):
+        if extra <= 0 or path[0] not in _MAY_HAVE_EXTRA:
             continue
         if steps % extra:
             raise InvalidTrajectory(
@@ -302,19 +304,14 @@ def _lined_up(path: Path, dtype: str, values: np.ndarray[Any, Any], steps: int, 
         _check_axes(path, (steps, *values.shape), steps, envs)
         return Leaf(STRING, (), np.broadcast_to(values, (epochs, each, envs)))
     extra = values.shape[0] - steps if values.ndim else 0
-    if extra == epochs and path[0] in (*_LEADING, *_TRAILING) and dtype != STRING:
+    if extra == epochs and path[0] in _MAY_HAVE_EXTRA and dtype != STRING:
         _check_axes(path, (steps, *values.shape[1:]), steps, envs)
         wider = values.reshape(epochs, each + 1, *values.shape[1:])
         lined_up = wider[:, 1:] if path[0] in _LEADING else wider[:, :-1]
     else:
         _check_axes(path, values.shape, steps, envs)
         lined_up = values.reshape(epochs, each, *values.shape[1:])
-    shape = lined_up.shape[3:]
-    if lined_up.dtype != object and lined_up.dtype.itemsize * int(np.prod(shape, dtype=object)) > _MAX_ROW_BYTES:
-        raise InvalidTrajectory(
-            f"{dotted(path)} has rows of shape {list(shape)}; expected at most {_MAX_ROW_BYTES} bytes"
-        )
-    return Leaf(dtype, shape, lined_up)
+    return Leaf(dtype, lined_up.shape[3:], lined_up)
 
 
 def _check_axes(path: Path, shape: tuple[int, ...], steps: int, envs: int) -> None:

@@ -27,7 +27,7 @@ _MAX_LENGTHS = 8  # sequence lengths whose sums are kept
 class Tape:
     """Parallel arrays whose elements have a number that never changes; live are those from `first` up to `end`."""
 
-    def __init__(self, **columns: str) -> None:
+    def __init__(self, **columns: Any) -> None:
         self._columns = {name: np.empty(64, dtype) for name, dtype in columns.items()}
         self._offset = 0  # the number of the first element of the arrays
         self.first = self.end = 0
@@ -50,15 +50,6 @@ class Tape:
 
     def forget(self, until: int) -> None:
         self.first = until
-
-    def set(self, number: int, **values: Any) -> None:
-        """Change an element where it is: who reads meanwhile sees the old value or the new one."""
-        for name, value in values.items():
-            self._columns[name][number - self._offset] = value
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._columns)
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """The live elements; the view stays right for who holds it."""
@@ -93,30 +84,31 @@ class Drawn(NamedTuple):
     weight: Numbers
     slot: Numbers
     local: Numbers
-    slots: dict[str, np.ndarray[Any, Any]]
+    slots: np.ndarray[Any, Any]
     first_slot: int
 
     def rows(self, length: int | None) -> Rows:
         run = np.searchsorted(self.until, self.numbers, side="right")
         local = self.local[run] + (self.numbers - (self.until[run] - self.weight[run]))
         slot = self.slot[run] - self.first_slot
-        age = len(self.slots["id"]) - 1 - slot
+        age = len(self.slots) - 1 - slot
         if length is not None:
             local = (local[:, None] + np.arange(length)).reshape(-1)
             slot, age = np.repeat(slot, length), np.repeat(age, length)
-        steps = self.slots["steps"][slot]
+        slots = self.slots[slot]
+        steps = slots["steps"]
         env = local // steps
-        first = self.slots["first_observation"][slot]
+        first = slots["first_observation"]
         return Rows(
-            self.slots["id"][slot],
+            slots["id"],
             local - env * steps,
             env,
             age,
-            self.slots["first_step"][slot] + local,
+            slots["first_step"] + local,
             first + local,
             first,
-            first + self.slots["observations"][slot] - 1,
-            self.slots["texts"][slot],
+            first + slots["observations"] - 1,
+            slots["texts"],
         )
 
 
@@ -127,13 +119,12 @@ class _Runs:
         self.tape = Tape(slot="i8", local="i8", length="i8")
         self._sums: dict[int, Tape] = {}
 
-    def append(self, slots: np.ndarray[Any, Any], runs: np.ndarray[Any, Any]) -> None:
+    def append(self, slots: int | np.ndarray[Any, Any], runs: np.ndarray[Any, Any]) -> None:
         self.tape.append(len(runs), slot=slots, local=runs[:, 0], length=runs[:, 1])
 
-    def listed(self, first_slot: int, slots: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """How many runs each slot has, and all of them."""
-        counts = np.bincount(self.tape.column("slot") - first_slot, minlength=slots)
-        return counts, np.stack((self.tape.column("local"), self.tape.column("length")), axis=1)
+    def listed(self) -> np.ndarray[Any, Any]:
+        """All of them, as a listing has them."""
+        return np.stack((self.tape.column("local"), self.tape.column("length")), axis=1)
 
     def forget_slots(self, until: int) -> None:
         slots = self.tape.column("slot")
@@ -165,7 +156,7 @@ class Index:
     """The trajectories of the window, oldest first."""
 
     def __init__(self) -> None:
-        self.slots = Tape(**{name: str(ROW[name]) for name in SLOT})
+        self.slots = Tape(row=ROW)
         self._runs, self._chains = _Runs(), _Runs()
         self.transitions = 0
 
@@ -175,30 +166,34 @@ class Index:
     def append(self, listing: Listing) -> int:
         """Add the newest trajectories, which are where their rows say; the number of the first slot."""
         number, rows = self.slots.end, listing.rows
-        self.slots.append(len(rows), **{name: rows[name] for name in SLOT})
-        slots = np.arange(number, number + len(rows))
-        self._runs.append(np.repeat(slots, rows["runs"]), listing.runs)
-        self._chains.append(np.repeat(slots, rows["chains"]), listing.chains)
+        self.slots.append(len(rows), row=rows)
+        if len(rows) == 1:
+            runs = chains = number
+        else:
+            slots = np.arange(number, number + len(rows))
+            runs, chains = np.repeat(slots, rows["runs"]), np.repeat(slots, rows["chains"])
+        self._runs.append(runs, listing.runs)
+        self._chains.append(chains, listing.chains)
         self.transitions += int(rows["transitions"].sum())
         return number
 
     def listing(self) -> Listing:
         """What is in the window, in a copy."""
-        rows = np.zeros(len(self.slots), ROW)
-        for name in SLOT:
-            rows[name] = self.slots.column(name)
-        rows["runs"], runs = self._runs.listed(self.slots.first, len(rows))
-        rows["chains"], chains = self._chains.listed(self.slots.first, len(rows))
-        return Listing(rows, runs, chains)
+        return Listing(self.rows.copy(), self._runs.listed(), self._chains.listed())
 
-    def forget_oldest(self) -> dict[str, int]:
-        """Take the oldest trajectory out; where it was."""
+    @property
+    def rows(self) -> np.ndarray[Any, Any]:
+        """The trajectories as a listing has them, with absolute rows; changing one moves it for later readers."""
+        return self.slots.column("row")
+
+    def forget_oldest(self) -> Any:
+        """Take the oldest trajectory out; its row."""
         first = self.slots.first
-        gone = {name: int(self.slots.column(name)[0]) for name in _PLACE}
+        gone = self.rows[0].copy()
         self.slots.forget(first + 1)
         self._runs.forget_slots(first + 1)
         self._chains.forget_slots(first + 1)
-        self.transitions -= gone["transitions"]
+        self.transitions -= int(gone["transitions"])
         return gone
 
     def draw(self, count: int, length: int | None, replace: bool, random: np.random.Generator) -> Drawn:
@@ -223,26 +218,15 @@ class Index:
         else:
             numbers = before + random.choice(total, count, replace=False)
         return Drawn(
-            numbers,
-            until,
-            weight,
-            runs.tape.column("slot"),
-            runs.tape.column("local"),
-            {name: self.slots.column(name) for name in _NEEDED},
-            self.slots.first,
+            numbers, until, weight, runs.tape.column("slot"), runs.tape.column("local"), self.rows, self.slots.first
         )
 
     def _check(self) -> None:
         """What is counted is what is there."""
-        assert (np.diff(self.slots.column("id")) > 0).all()
-        assert self.transitions == int(self.slots.column("transitions").sum())
+        assert (np.diff(self.rows["id"]) > 0).all()
+        assert self.transitions == int(self.rows["transitions"].sum())
         assert self.transitions == int(self._runs.tape.column("length").sum())
         for runs in (self._runs, self._chains):
             slots = runs.tape.column("slot")
             assert (np.diff(slots) >= 0).all()
             assert not len(slots) or self.slots.first <= slots[0] <= slots[-1] < self.slots.end
-
-
-SLOT = tuple(name for name in (ROW.names or ()) if name not in ("runs", "chains"))
-_PLACE = ("id", "segment", "steps", "envs", "first_step", "first_observation", "observations", "transitions")
-_NEEDED = ("id", "steps", "first_step", "first_observation", "observations", "texts")

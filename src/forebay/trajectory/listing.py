@@ -71,8 +71,8 @@ class Listing(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[Listing]) -> Listing:
-        if not parts:
-            return cls.empty()
+        if len(parts) < 2:
+            return parts[0] if parts else cls.empty()
         return cls(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
     def chosen(self, which: np.ndarray[Any, Any]) -> Listing:

@@ -45,8 +45,8 @@ class Prepared(NamedTuple):
     next_rows: np.ndarray[Any, Any] | None
     extra: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None
     """The (t, b) of next observations that are kept as rows of their own."""
-    valid: np.ndarray[Any, Any]
-    """`[B * T]`, in the order of rows."""
+    valid: np.ndarray[Any, Any] | None
+    """`[B * T]`, in the order of rows; None if all are."""
 
     @property
     def rows(self) -> int:
@@ -57,32 +57,29 @@ def prepare(found: Aligned, leaves: dict[Path, Leaf], layout: Layout, encode: En
     """Make a trajectory ready that fits the schema; `encode` makes codes of text."""
     steps, envs = found.steps, found.envs
     values = {path: encode(leaf.values) if leaf.dtype == STRING else leaf.values for path, leaf in leaves.items()}
-    valid = _valid(values, steps, envs)
+    valid = _valid(values)
     same = _same_next(values, layout, steps, envs)
     next_rows = extra = None
     observations = 0
     if same is not None:
         next_rows = np.arange(1, steps * envs + 1, dtype=np.int32)
-        differs = ~same.T.reshape(-1)  # in the order of rows
-        count = int(np.count_nonzero(differs))
-        next_rows[differs] = np.arange(steps * envs, steps * envs + count)
-        env, step = np.divmod(np.flatnonzero(differs), steps)
+        differs = np.flatnonzero(~same.T)  # in the order of rows
+        next_rows[differs] = np.arange(steps * envs, steps * envs + len(differs))
+        env, step = np.divmod(differs, steps)
         extra = (step, env)
-        observations = steps * envs + count
-    rewards = np.moveaxis(values[("rewards",)], 2, 0).reshape(envs * steps, -1)
-    with np.errstate(all="ignore"):
-        reward = float(rewards[valid].sum(dtype=np.float64))
+        observations = steps * envs + len(differs)
+    goes_on = _continues(values, found, same).T.reshape(-1)[:-1]
     return Prepared(
         steps,
         envs,
         found.epochs,
         observations,
-        int(np.count_nonzero(valid)),
-        reward,
+        steps * envs if valid is None else int(np.count_nonzero(valid)),
+        _reward(values[("rewards",)], valid),
         found.model_weights_id,
         found.max_episode_length,
-        _runs(valid[:-1] & valid[1:], valid),
-        _runs(_continues(values, found, same).T.reshape(-1)[:-1] & valid[:-1] & valid[1:], valid),
+        np.array([[0, steps * envs]]) if valid is None else _runs(valid[:-1] & valid[1:], valid),
+        _runs(goes_on, None) if valid is None else _runs(goes_on & valid[:-1] & valid[1:], valid),
         values,
         next_rows,
         extra,
@@ -98,7 +95,7 @@ def write(prepared: Prepared, space: Space, first_step: int, first_observation: 
         for k, (path, _, _) in enumerate(strip.fields):
             target = rows[f"f{k}"]
             if path == VALID:
-                target[:] = prepared.valid
+                target[:] = True if prepared.valid is None else prepared.valid
             elif path == NEXT:
                 target[:] = prepared.next_rows
             else:
@@ -129,19 +126,32 @@ def _environments_first(values: np.ndarray[Any, Any], shape: tuple[int, ...]) ->
     return np.moveaxis(values, 2, 0).reshape(envs, epochs * steps, *shape[1:])
 
 
-def _valid(values: dict[Path, np.ndarray[Any, Any]], steps: int, envs: int) -> np.ndarray[Any, Any]:
+def _valid(values: dict[Path, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:
     given = values.get(("valid",))
-    if given is None:
-        return np.ones(steps * envs, bool)
+    if given is None or given.all():
+        return None
     return np.ascontiguousarray(np.moveaxis(given, 2, 0).reshape(-1))
 
 
-def _runs(joined: np.ndarray[Any, Any], valid: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _reward(rewards: np.ndarray[Any, Any], valid: np.ndarray[Any, Any] | None) -> float:
+    """The sum over all steps that may be drawn; not a number if a reward is none."""
+    if valid is not None:
+        rewards = np.moveaxis(rewards, 2, 0).reshape(len(valid), -1)[valid]
+    return float(rewards.sum(dtype=np.float64))
+
+
+def _runs(joined: np.ndarray[Any, Any], valid: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
     """Stretches of valid rows; `joined[i]` says that rows i and i + 1 are in the same one.
 
     >>> _runs(np.array([True, False, False]), np.array([True, True, False, True])).tolist()
     [[0, 2], [3, 1]]
+    >>> _runs(np.array([True, False, True]), None).tolist()
+    [[0, 2], [2, 2]]
     """
+    if valid is None:
+        breaks = np.flatnonzero(~joined) + 1
+        edges = np.concatenate(([0], breaks, [len(joined) + 1]))
+        return np.stack((edges[:-1], np.diff(edges)), axis=1)
     starts = np.flatnonzero(valid & ~np.concatenate(([False], joined)))
     ends = np.flatnonzero(valid & ~np.concatenate((joined, [False]))) + 1
     return np.stack((starts, ends - starts), axis=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,11 @@ class _Rows(NamedTuple):
     steps: int
     first_observation: int
     observations: int
+
+
+def _rows_of(row: Any) -> _Rows:
+    _, _, first_step, first_observation, steps, envs, _, observations, *_ = row.item()
+    return _Rows(first_step, steps * envs, first_observation, observations)
 
 
 class Window:
@@ -78,9 +83,9 @@ class Window:
         if pending:
             for k, number in enumerate(listing.rows["id"].tolist()):
                 self._pending[number] = first + k
-        for number, count in zip(*np.unique(listing.rows["segment"], return_counts=True), strict=True):
+        for number in listing.rows["segment"].tolist():
             if number != IN_MEMORY:
-                self.segments[int(number)].in_window += int(count)
+                self.segments[number].in_window += 1
         self._evict()
 
     def _evict(self) -> None:
@@ -95,17 +100,17 @@ class Window:
     def evict_oldest(self) -> None:
         slot = self.index.slots.first
         gone = self.index.forget_oldest()
-        rows = _Rows(gone["first_step"], gone["steps"] * gone["envs"], gone["first_observation"], gone["observations"])
+        rows, number, segment = _rows_of(gone), int(gone["id"]), int(gone["segment"])
         layout = self.space.layout
         self.bytes -= rows.steps * layout.step_bytes + rows.observations * layout.observation_bytes
         self.evicted += 1
-        if gone["segment"] != IN_MEMORY:
-            self._leave_segment(gone["segment"])
+        if segment != IN_MEMORY:
+            self._leave_segment(segment)
         elif self._movable and self._movable[0][0] == slot:
             self._movable.popleft()
             self._let_go(rows)
-        elif self._pending.pop(gone["id"], None) is not None:
-            self._orphans[gone["id"]] = rows
+        elif self._pending.pop(number, None) is not None:
+            self._orphans[number] = rows
         else:
             self._let_go(rows)
 
@@ -136,17 +141,10 @@ class Window:
 
     def _move(self) -> None:
         slot, segment, first_step, first_observation = self._movable.popleft()
-        slots = self.index.slots
-        k = slot - slots.first
-        size = int(slots.column("steps")[k] * slots.column("envs")[k])
-        rows = _Rows(
-            int(slots.column("first_step")[k]),
-            size,
-            int(slots.column("first_observation")[k]),
-            int(slots.column("observations")[k]),
-        )
+        row = self.index.rows[slot - self.index.slots.first]
+        rows = _rows_of(row)
         self.segments[segment].in_window += 1
-        slots.set(slot, segment=segment, first_step=first_step, first_observation=first_observation)
+        row["segment"], row["first_step"], row["first_observation"] = segment, first_step, first_observation
         self._let_go(rows)
 
     def sealed(self, segment: Segment) -> None:
