@@ -840,4 +840,4 @@ def _close_at_exit(buffer: TrajectoryReplayBuffer) -> None:
             found.close()
 
     atexit.register(close)
-    weakref.finalize(buffer, atexit.unregister, close)
+    weakref.finalize(buffer, atexit.unregister, close).atexit = False

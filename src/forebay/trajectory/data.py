@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -135,7 +135,7 @@ def aligned(trajectory: Trajectory | Mapping[str, Any]) -> Aligned:
     rewards = given.get("rewards")
     if rewards is None:
         raise InvalidTrajectory("rewards are missing; they say how many steps and environments there are")
-    raw = {path: _array(path, value) for path, value in _leaves_of(given)}
+    raw = _leaves_of(given)
     rewards = raw[("rewards",)][1]
     if rewards.ndim < 2 or not rewards.shape[0] or not rewards.shape[1]:
         raise InvalidTrajectory(f"rewards have shape {list(rewards.shape)}; expected [T, B, ...] with T and B from 1")
@@ -179,36 +179,36 @@ def _fields_of(trajectory: Trajectory | Mapping[str, Any]) -> dict[str, Any]:
     return given
 
 
-def _leaves_of(given: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    count = 0
+def _leaves_of(given: Mapping[str, Any]) -> dict[Path, tuple[str, np.ndarray[Any, Any]]]:
+    """Every leaf: the name of its dtype, and its array."""
+    found: dict[Path, tuple[str, np.ndarray[Any, Any]]] = {}
     for name in _LEAVES:
         value = given.get(name)
         if value is None:
             continue
-        if name in _NESTED and not isinstance(value, Mapping):
+        if name not in _NESTED:
+            found[(name,)] = _array((name,), value)
+        elif isinstance(value, Mapping):
+            _walk((name,), value, found)
+        else:
             raise InvalidTrajectory(f"{name} is a {type(value).__name__}; expected a dict of arrays")
-        for found in _walk((name,), value):
-            count += 1
-            if count > _MAX_LEAVES:
-                raise InvalidTrajectory(f"a trajectory has more than {_MAX_LEAVES} arrays")
-            yield found
+    if len(found) > _MAX_LEAVES:
+        raise InvalidTrajectory(f"a trajectory has {len(found)} arrays; expected at most {_MAX_LEAVES}")
+    return found
 
 
-def _walk(path: Path, value: Any) -> Iterator[tuple[Path, Any]]:
-    if not isinstance(value, Mapping):
-        yield path, value
-        return
-    if path[0] not in _NESTED:
-        raise InvalidTrajectory(f"{dotted(path)} is a dict; expected an array")
+def _walk(path: Path, values: Mapping[str, Any], found: dict[Path, tuple[str, np.ndarray[Any, Any]]]) -> None:
     if len(path) > _MAX_DEPTH:
         raise InvalidTrajectory(f"{dotted(path)} is nested deeper than {_MAX_DEPTH} levels")
-    for key in value:
+    for key, value in values.items():
         if not isinstance(key, str) or not key or len(key) > _MAX_NAME:
             raise InvalidTrajectory(
                 f"{dotted(path)} has the key {key!r:.100}; expected text of 1 to {_MAX_NAME} letters"
             )
-        if value[key] is not None:
-            yield from _walk((*path, key), value[key])
+        if isinstance(value, Mapping):
+            _walk((*path, key), value, found)
+        elif value is not None:
+            found[(*path, key)] = _array((*path, key), value)
 
 
 def _array(path: Path, value: Any) -> tuple[str, np.ndarray[Any, Any]]:
@@ -299,6 +299,8 @@ def _epochs(raw: Mapping[Path, tuple[str, np.ndarray[Any, Any]]], steps: int) ->
 
 
 def _lined_up(path: Path, dtype: str, values: np.ndarray[Any, Any], steps: int, envs: int, epochs: int) -> Leaf:
+    if epochs == 1 and values.shape[:2] == (steps, envs):  # as most are
+        return Leaf(dtype, values.shape[2:], values[None])
     each = steps // epochs
     if dtype == STRING and values.ndim == 1:
         _check_axes(path, (steps, *values.shape), steps, envs)

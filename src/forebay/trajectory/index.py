@@ -28,32 +28,43 @@ class Tape:
     """Parallel arrays whose elements have a number that never changes; live are those from `first` up to `end`."""
 
     def __init__(self, **columns: Any) -> None:
-        self._columns = {name: np.empty(64, dtype) for name, dtype in columns.items()}
+        self._names = tuple(columns)
+        self._size = 64
+        self._arrays = [np.empty(self._size, dtype) for dtype in columns.values()]
         self._offset = 0  # the number of the first element of the arrays
         self.first = self.end = 0
 
-    def append(self, count: int, **values: Any) -> None:
+    def append(self, count: int, *values: Any) -> None:
+        """Add elements; values are in the order of the columns."""
         start = self.end - self._offset
-        size = len(next(iter(self._columns.values())))
-        if start + count > size:
-            live = self.end - self.first
-            size = max(2 * (live + count), 64)
-            kept = slice(self.first - self._offset, start)
-            for name, old in self._columns.items():
-                new = np.empty(size, old.dtype)
-                new[:live] = old[kept]
-                self._columns[name] = new
-            self._offset, start = self.first, live
-        for name, column in self._columns.items():
-            column[start : start + count] = values[name]
+        if start + count > self._size:
+            start = self._grow(count)
+        for array, value in zip(self._arrays, values, strict=True):
+            array[start : start + count] = value
         self.end += count
+
+    def _grow(self, count: int) -> int:
+        """New arrays with the live elements at their start; where the next one goes."""
+        live = slice(self.first - self._offset, self.end - self._offset)
+        size = self.end - self.first
+        self._size = max(2 * (size + count), 64)
+        for k, old in enumerate(self._arrays):
+            new = np.empty(self._size, old.dtype)
+            new[:size] = old[live]
+            self._arrays[k] = new
+        self._offset = self.first
+        return size
+
+    def start_at(self, number: int) -> None:
+        """Forget everything; the next element gets this number."""
+        self.first = self.end = self._offset = number
 
     def forget(self, until: int) -> None:
         self.first = until
 
     def column(self, name: str) -> np.ndarray[Any, Any]:
         """The live elements; the view stays right for who holds it."""
-        return self._columns[name][self.first - self._offset : self.end - self._offset]
+        return self._arrays[self._names.index(name)][self.first - self._offset : self.end - self._offset]
 
     def __len__(self) -> int:
         return self.end - self.first
@@ -120,27 +131,28 @@ class _Runs:
         self._sums: dict[int, Tape] = {}
 
     def append(self, slots: int | np.ndarray[Any, Any], runs: np.ndarray[Any, Any]) -> None:
-        self.tape.append(len(runs), slot=slots, local=runs[:, 0], length=runs[:, 1])
+        self.tape.append(len(runs), slots, runs[:, 0], runs[:, 1])
 
     def listed(self) -> np.ndarray[Any, Any]:
         """All of them, as a listing has them."""
         return np.stack((self.tape.column("local"), self.tape.column("length")), axis=1)
 
-    def forget_slots(self, until: int) -> None:
-        slots = self.tape.column("slot")
-        first = self.tape.first + int(np.searchsorted(slots, until))
+    def forget(self, count: int) -> None:
+        """The oldest so many."""
+        first = self.tape.first + count
         self.tape.forget(first)
         for sums in self._sums.values():
-            sums.forget(min(first, sums.end))
             if sums.end < first:  # it was not used for a while
-                sums.first = sums.end = first
+                sums.start_at(first)
+            else:
+                sums.forget(first)
 
     def sums(self, length: int) -> Tape:
         """By run: how many starts of `length` steps there are up to and with it, and in it."""
         tape = self._sums.pop(length, None)
         if tape is None:
             tape = Tape(until="i8", weight="i8")
-            tape.first = tape.end = tape._offset = self.tape.first
+            tape.start_at(self.tape.first)
             while len(self._sums) >= _MAX_LENGTHS:
                 del self._sums[next(iter(self._sums))]
         self._sums[length] = tape  # the last used is the last to go
@@ -148,7 +160,7 @@ class _Runs:
             new = self.tape.column("length")[tape.end - self.tape.first :]
             weight = np.maximum(new - (length - 1), 0)
             before = tape.column("until")[-1] if len(tape) else 0
-            tape.append(len(new), until=before + np.cumsum(weight), weight=weight)
+            tape.append(len(new), before + np.cumsum(weight), weight)
         return tape
 
 
@@ -166,7 +178,7 @@ class Index:
     def append(self, listing: Listing) -> int:
         """Add the newest trajectories, which are where their rows say; the number of the first slot."""
         number, rows = self.slots.end, listing.rows
-        self.slots.append(len(rows), row=rows)
+        self.slots.append(len(rows), rows)
         if len(rows) == 1:
             runs = chains = number
         else:
@@ -191,8 +203,8 @@ class Index:
         first = self.slots.first
         gone = self.rows[0].copy()
         self.slots.forget(first + 1)
-        self._runs.forget_slots(first + 1)
-        self._chains.forget_slots(first + 1)
+        self._runs.forget(int(gone["runs"]))
+        self._chains.forget(int(gone["chains"]))
         self.transitions -= int(gone["transitions"])
         return gone
 

@@ -9,6 +9,7 @@ what had to be made contiguous, and changes nothing; `write` copies into rows th
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,16 @@ __all__ = ["Prepared", "prepare", "write"]
 Encode = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 
 _SMALL_BYTES = 2**18
+
+
+class Following(NamedTuple):
+    """Where the next observation of each step is, and which are kept as rows of their own."""
+
+    rows: np.ndarray[Any, Any]
+    """By step, in the order of rows: which observation row of the trajectory it is."""
+    step: np.ndarray[Any, Any]
+    env: np.ndarray[Any, Any]
+    """The (t, b) of those with a row of their own."""
 
 
 class Prepared(NamedTuple):
@@ -42,9 +53,7 @@ class Prepared(NamedTuple):
     """`[k, 2]`: the same for runs of steps that continue into each other."""
     leaves: dict[Path, np.ndarray[Any, Any]]
     """By path: `[epoch, step, env, ...]`."""
-    next_rows: np.ndarray[Any, Any] | None
-    extra: tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]] | None
-    """The (t, b) of next observations that are kept as rows of their own."""
+    following: Following | None
     valid: np.ndarray[Any, Any] | None
     """`[B * T]`, in the order of rows; None if all are."""
 
@@ -59,30 +68,26 @@ def prepare(found: Aligned, leaves: dict[Path, Leaf], layout: Layout, encode: En
     values = {path: encode(leaf.values) if leaf.dtype == STRING else leaf.values for path, leaf in leaves.items()}
     valid = _valid(values)
     same = _same_next(values, layout, steps, envs)
-    next_rows = extra = None
-    observations = 0
-    if same is not None:
-        next_rows = np.arange(1, steps * envs + 1, dtype=np.int32)
-        differs = np.flatnonzero(~same.T)  # in the order of rows
-        next_rows[differs] = np.arange(steps * envs, steps * envs + len(differs))
-        env, step = np.divmod(differs, steps)
-        extra = (step, env)
-        observations = steps * envs + len(differs)
-    goes_on = _continues(values, found, same).T.reshape(-1)[:-1]
+    ends = _ends(values, found)
+    following = _regular_following(steps, envs) if same is None else _following(~same)
+    runs = np.array([[0, steps * envs]]) if valid is None else _runs(valid[:-1] & valid[1:], valid)
+    if valid is None and same is None and ends is None:
+        chains = _regular_chains(found.epoch_steps, found.epochs * envs)
+    else:
+        chains = _runs(_continues(found, same, ends, valid), valid)
     return Prepared(
         steps,
         envs,
         found.epochs,
-        observations,
+        steps * envs + len(following.step) if layout.schema.observations else 0,
         steps * envs if valid is None else int(np.count_nonzero(valid)),
         _reward(values[("rewards",)], valid),
         found.model_weights_id,
         found.max_episode_length,
-        np.array([[0, steps * envs]]) if valid is None else _runs(valid[:-1] & valid[1:], valid),
-        _runs(goes_on, None) if valid is None else _runs(goes_on & valid[:-1] & valid[1:], valid),
+        runs,
+        chains,
         values,
-        next_rows,
-        extra,
+        following if layout.schema.observations else None,
         valid,
     )
 
@@ -97,10 +102,12 @@ def write(prepared: Prepared, space: Space, first_step: int, first_observation: 
             if path == VALID:
                 target[:] = True if prepared.valid is None else prepared.valid
             elif path == NEXT:
-                target[:] = prepared.next_rows
+                assert prepared.following is not None
+                target[:] = prepared.following.rows
             else:
                 _by_env(target, envs)[:] = _environments_first(prepared.leaves[path], target.shape)
-    if prepared.extra is None:
+    extra = prepared.following
+    if extra is None:
         return
     for strip, records in zip(space.observations.strips, space.observations.records, strict=True):
         rows = records[first_observation : first_observation + prepared.observations]
@@ -110,7 +117,7 @@ def write(prepared: Prepared, space: Space, first_step: int, first_observation: 
             _by_env(now, envs)[:] = _environments_first(prepared.leaves[("curr_obs", *path)], now.shape)
             following = prepared.leaves[("next_obs", *path)]
             following = following.reshape(prepared.steps, *following.shape[2:])
-            target[prepared.rows :] = following[prepared.extra]
+            target[prepared.rows :] = following[extra.step, extra.env]
 
 
 def _by_env(rows: np.ndarray[Any, Any], envs: int) -> np.ndarray[Any, Any]:
@@ -149,26 +156,73 @@ def _runs(joined: np.ndarray[Any, Any], valid: np.ndarray[Any, Any] | None) -> n
     [[0, 2], [2, 2]]
     """
     if valid is None:
-        breaks = np.flatnonzero(~joined) + 1
-        edges = np.concatenate(([0], breaks, [len(joined) + 1]))
-        return np.stack((edges[:-1], np.diff(edges)), axis=1)
+        breaks = np.flatnonzero(~joined)
+        runs = np.empty((len(breaks) + 1, 2), np.int64)
+        runs[0, 0], runs[-1, 1] = 0, len(joined) + 1
+        runs[1:, 0] = runs[:-1, 1] = breaks + 1
+        runs[:, 1] -= runs[:, 0]
+        return runs
     starts = np.flatnonzero(valid & ~np.concatenate(([False], joined)))
     ends = np.flatnonzero(valid & ~np.concatenate((joined, [False]))) + 1
     return np.stack((starts, ends - starts), axis=1)
 
 
-def _continues(
-    values: dict[Path, np.ndarray[Any, Any]], found: Aligned, same: np.ndarray[Any, Any] | None
-) -> np.ndarray[Any, Any]:
-    """`[T, B]`: whether a step goes on into the next: not done, not the last of its epoch, and next_obs is its obs."""
-    steps, envs = found.steps, found.envs
-    goes_on = np.ones((steps, envs), bool) if same is None else same.copy()
-    goes_on[found.epoch_steps - 1 :: found.epoch_steps] = False
+def _ends(values: dict[Path, np.ndarray[Any, Any]], found: Aligned) -> np.ndarray[Any, Any] | None:
+    """`[T, B]`: where an episode ends; None if none does."""
+    ends: np.ndarray[Any, Any] | None = None
     for name in ("dones", "terminations", "truncations"):
         flags = values.get((name,))
-        if flags is not None:
-            goes_on &= ~np.any(flags.reshape(steps, envs, -1), axis=2)
-    return goes_on
+        if flags is not None and flags.any():
+            here = np.any(flags.reshape(found.steps, found.envs, -1), axis=2)
+            ends = here if ends is None else ends | here
+    return ends
+
+
+def _continues(
+    found: Aligned,
+    same: np.ndarray[Any, Any] | None,
+    ends: np.ndarray[Any, Any] | None,
+    valid: np.ndarray[Any, Any] | None,
+) -> np.ndarray[Any, Any]:
+    """By row but the last: whether its step goes on into the next.
+
+    It does not if it is done, the last of its epoch, not valid, or if its next_obs is not the following curr_obs.
+    """
+    goes_on = np.ones((found.steps, found.envs), bool) if same is None else same.copy()
+    goes_on[found.epoch_steps - 1 :: found.epoch_steps] = False
+    if ends is not None:
+        goes_on &= ~ends
+    by_row = goes_on.T.reshape(-1)[:-1]
+    return by_row if valid is None else by_row & valid[:-1] & valid[1:]
+
+
+@lru_cache(maxsize=64)
+def _regular_chains(length: int, count: int) -> np.ndarray[Any, Any]:
+    chains = np.empty((count, 2), np.int64)
+    chains[:, 0], chains[:, 1] = np.arange(0, length * count, length), length
+    chains.setflags(write=False)
+    return chains
+
+
+def _following(differs: np.ndarray[Any, Any]) -> Following:
+    """`differs[t, b]`: the next observation is not the following one."""
+    steps, envs = differs.shape
+    rows = np.arange(1, steps * envs + 1, dtype=np.int32)
+    where = np.flatnonzero(differs.T)
+    rows[where] = np.arange(steps * envs, steps * envs + len(where))
+    env, step = np.divmod(where, steps)
+    return Following(rows, step, env)
+
+
+@lru_cache(maxsize=64)
+def _regular_following(steps: int, envs: int) -> Following:
+    """As most trajectories are: all but the last of each env are the following ones."""
+    differs = np.zeros((steps, envs), bool)
+    differs[-1] = True
+    found = _following(differs)
+    for array in found:
+        array.setflags(write=False)
+    return found
 
 
 # --- which next observations are the following ones ---------------------------------------------------
@@ -177,27 +231,34 @@ def _continues(
 def _same_next(
     values: dict[Path, np.ndarray[Any, Any]], layout: Layout, steps: int, envs: int
 ) -> np.ndarray[Any, Any] | None:
-    """`[T, B]`: whether next_obs is bitwise the following curr_obs, in all leaves that both have."""
-    if not layout.schema.observations:
+    """`[T, B]`: whether next_obs is bitwise the following curr_obs, in all leaves; None if all but the last are."""
+    rows = (steps - 1) * envs
+    found: np.ndarray[Any, Any] | None = None
+    for field in layout.schema.observations:
+        size = field.row_bytes
+        now = np.ascontiguousarray(values[("curr_obs", *field.path)])
+        following = np.ascontiguousarray(values[("next_obs", *field.path)])
+        if not same_bytes(_address(following), _address(now) + envs * size, rows * size):
+            if found is None:
+                found = np.ones(rows, bool)
+            _compare(following, now, envs, size, found)
+    if found is None:
         return None
     same = np.zeros((steps, envs), bool)
-    rows = (steps - 1) * envs
-    if rows:
-        found = np.ones(rows, bool)
-        for field in layout.schema.observations:
-            now = np.ascontiguousarray(values[("curr_obs", *field.path)])
-            following = np.ascontiguousarray(values[("next_obs", *field.path)])
-            if field.row_bytes:
-                _compare(following, now, envs, field.row_bytes, found)
-        same[:-1] = found.reshape(steps - 1, envs)
+    same[:-1] = found.reshape(steps - 1, envs)
     return same
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
 
 
 def _compare(
     following: np.ndarray[Any, Any], now: np.ndarray[Any, Any], envs: int, size: int, found: np.ndarray[Any, Any]
 ) -> None:
     """Clear `found` where row i of one is not row i + envs of the other. Images are compared as memory is."""
-    one, other = following.ctypes.data, now.ctypes.data + envs * size
+    one, other = _address(following), _address(now) + envs * size
     stretches = [(0, len(found))]
     while stretches:
         start, end = stretches.pop()

@@ -40,7 +40,7 @@ _WILL_NEED, _HUGE_PAGES, _POPULATE_READ = 3, 14, 22  # Linux; others refuse what
 
 def same_bytes(one: int, other: int, size: int) -> bool:
     """Whether `size` bytes at two addresses are equal."""
-    return not _libc.memcmp(one, other, size)
+    return one == other or not _libc.memcmp(one, other, size)
 
 
 class Region:
@@ -55,7 +55,8 @@ class Region:
         self._committed = 0
         memory: Any = (ctypes.c_uint8 * self.size).from_address(self.address)
         self.bytes: np.ndarray[Any, Any] = np.frombuffer(memory, np.uint8)
-        weakref.finalize(self, _libc.munmap, address, self.size)
+        # Not at exit: a thread may still be writing then, and the addresses end with the process.
+        weakref.finalize(self, _libc.munmap, address, self.size).atexit = False
 
     def commit(self, until: int) -> None:
         """Make the first `until` bytes memory that can be written."""

@@ -123,9 +123,7 @@ def map_taken(taken: Taken, space: Space, files: FileOps, *, verify: bool, progr
     needed = set(taken.listing.rows["segment"].tolist())
     try:
         for number in needed:
-            segment = taken.segments[number]
-            segment.sealed = True  # for this reader nothing is added to it
-            map_segment(segment, space, files)
+            map_segment(taken.segments[number], space, files)
         if verify:
             wrong = damaged(taken.listing, taken.segments, space, progress)
             if len(wrong):

@@ -79,7 +79,7 @@ class Window:
     def append(self, listing: Listing, *, pending: bool) -> None:
         """Trajectories whose rows (absolute ones) are written become visible; the oldest leave."""
         first = self.index.append(listing)
-        self.bytes += int(listing.bytes(self.space.layout).sum())
+        self.bytes += sum(self._bytes(_rows_of(row)) for row in listing.rows)
         if pending:
             for k, number in enumerate(listing.rows["id"].tolist()):
                 self._pending[number] = first + k
@@ -97,12 +97,15 @@ class Window:
         ):
             self.evict_oldest()
 
+    def _bytes(self, rows: _Rows) -> int:
+        layout = self.space.layout
+        return rows.steps * layout.step_bytes + rows.observations * layout.observation_bytes
+
     def evict_oldest(self) -> None:
         slot = self.index.slots.first
         gone = self.index.forget_oldest()
         rows, number, segment = _rows_of(gone), int(gone["id"]), int(gone["segment"])
-        layout = self.space.layout
-        self.bytes -= rows.steps * layout.step_bytes + rows.observations * layout.observation_bytes
+        self.bytes -= self._bytes(rows)
         self.evicted += 1
         if segment != IN_MEMORY:
             self._leave_segment(segment)
@@ -155,10 +158,13 @@ class Window:
     def _leave_segment(self, number: int) -> None:
         segment = self.segments[number]
         segment.in_window -= 1
-        if not segment.in_window and segment.sealed:
+        if segment.in_window:
+            return
+        if number < 0:  # of a checkpoint: nobody asks for it again
             self._unmap(segment)
-            if number < 0:  # of a checkpoint: nobody asks for it again
-                del self.segments[number]
+            del self.segments[number]
+        elif segment.sealed:
+            self._unmap(segment)
 
     def _unmap(self, segment: Segment) -> None:
         def unmap() -> None:
