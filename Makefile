@@ -26,7 +26,7 @@ demo: setup
 	@$(BIN)/forebay demo $(DEMO_ARGS)
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow

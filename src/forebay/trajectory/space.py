@@ -8,7 +8,9 @@ nothing here counts readers, and nothing here is locked.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from forebay.trajectory.schema import Layout, Strip
 
 __all__ = ["Space", "Table"]
 
-_MOST_ADDRESSES, _LEAST_ADDRESSES = 2**43, 2**28
+_MOST_ADDRESSES, _LEAST_ADDRESSES = 2**42, 2**28
 
 
 class Table:
@@ -51,8 +53,12 @@ class Table:
         if not self.strips or not rows:
             return 0
         first = self._memory.take(rows)
-        for strip, region in zip(self.strips, self._regions, strict=True):
-            region.commit((first + rows) * strip.row_bytes)
+        try:
+            for strip, region in zip(self.strips, self._regions, strict=True):
+                region.commit((first + rows) * strip.row_bytes)
+        except BaseException:
+            self._memory.give_back(first, rows)
+            raise
         return first
 
     def give_back(self, first: int, rows: int) -> None:
@@ -64,7 +70,10 @@ class Table:
         if not self.strips:
             return 0
         rows = max(rows, 1)
-        first = self._files.take(rows)
+        try:
+            first = self._files.take(rows)
+        except MemoryError as error:
+            raise StorageError(f"files of {rows} rows cannot be mapped: {error}; use a smaller window") from None
         try:
             for strip, region, descriptor in zip(self.strips, self._regions, descriptors, strict=True):
                 region.map_file(first * strip.row_bytes, descriptor, rows * strip.row_bytes)
@@ -116,8 +125,10 @@ def _reserve(row_bytes: Sequence[int]) -> tuple[list[Region], int]:
         if rows:
             try:
                 return [Region(rows * size) for size in row_bytes], rows
-            except MemoryError:
-                pass  # the process has a limit (ulimit -v)
+            except MemoryError:  # the process has a limit (ulimit -v), or there are many spaces
+                if addresses == _MOST_ADDRESSES and gc.collect():  # of buffers that an error held, perhaps
+                    with suppress(MemoryError):
+                        return [Region(rows * size) for size in row_bytes], rows
         addresses //= 2
     raise StorageError(
         f"no addresses for rows of {sum(row_bytes)} bytes can be reserved; raise the limit of the process (ulimit -v)"
