@@ -142,7 +142,10 @@ def commands(command: click.Command) -> Iterator[click.Command]:
 
 def test_every_command_and_option_has_a_help_text() -> None:
     found = list(commands(main))
-    assert {command.name for command in found} == {"main", "checkpoint", "verify", "info", "doctor", "demo"}
+    assert {command.name for command in found} == {
+        *("main", "checkpoint", "verify", "info", "doctor", "demo"),
+        *("trajectories", "sample", "merge", "split", "show", "import", "export"),
+    }
     options = [option for command in found for option in command.params if isinstance(option, click.Option)]
     assert all(command.help for command in found)
     assert all(option.help for option in options)

@@ -10,9 +10,6 @@ installation cannot read are reported and left alone: to guess there would lose 
 from __future__ import annotations
 
 import enum
-import errno
-import fcntl
-import os
 import platform
 import sqlite3
 from collections import Counter
@@ -29,7 +26,7 @@ from forebay.errors import DamagedData, InvalidConfig, InvalidInput, StorageErro
 from forebay.ledger import Account, End, Place, close_line
 from forebay.record import Record
 from forebay.storage.sqlite import schema
-from forebay.storage.sqlite.place import ProcessLock, check_file_system, file_system_of
+from forebay.storage.sqlite.place import ProcessLock, check_file_system, file_system_of, holder_of
 
 __all__ = ["Finding", "Level", "examine_installation", "examine_store", "has_wal_reset_fault", "repair_store"]
 
@@ -147,7 +144,7 @@ def examine_store(path: Path, progress: Progress | None = None) -> list[Finding]
     InvalidInput or StorageError if there is no such file. `progress` gets the payloads done, and how many there are.
     """
     _check_path(path)
-    holder = _holder(path)
+    holder = holder_of(path)
     findings = [_file_system(path), _lock(holder), _wal(path)]
     try:
         with _connected(path, "ro") as connection:
@@ -203,24 +200,6 @@ def _connected(path: Path, mode: Literal["ro", "rw"]) -> Iterator[sqlite3.Connec
         yield connection
     finally:
         connection.close()
-
-
-def _holder(path: Path) -> str | None:
-    """Who has the store open for writing, as its lock file says; None if nobody has."""
-    try:
-        descriptor = os.open(path.with_name(path.name + ".lock"), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        # Shared, and only for this moment: the lock is asked for, not wanted.
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return None
-    except OSError as error:
-        if error.errno not in (errno.EAGAIN, errno.EACCES):
-            raise
-        return os.read(descriptor, 200).decode(errors="replace") or "another process"
-    finally:
-        os.close(descriptor)
 
 
 def _lock(holder: str | None) -> Finding:

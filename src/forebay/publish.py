@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MANIFEST",
+    "MANIFEST_LEFTOVER",
     "MAX_MANIFEST_BYTES",
     "UNREADABLE",
     "DirectoryWriter",
@@ -53,7 +54,7 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 2**20
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)  # what decoding foreign bytes raises
 
-_MANIFEST_LEFTOVER = re.compile(r"manifest-[0-9a-f]{16}\.tmp", re.ASCII)
+MANIFEST_LEFTOVER = re.compile(r"manifest-[0-9a-f]{16}\.tmp", re.ASCII)
 _MIDDLE, _CLOSING = b'","manifest":', b"}\n"
 # What a file system answers that has no hard links, or none for this file; a copy serves as well.
 _CANNOT_LINK = frozenset(
@@ -404,6 +405,6 @@ class DirectoryWriter:
         # The checkpoint is published: what cannot be removed now is no reason to call it failed.
         with suppress(OSError):
             for name in self._files.list_directory(self.directory):
-                if name not in keep and (self._ours.fullmatch(name) or _MANIFEST_LEFTOVER.fullmatch(name)):
+                if name not in keep and (self._ours.fullmatch(name) or MANIFEST_LEFTOVER.fullmatch(name)):
                     with suppress(OSError):
                         self._files.remove(self.directory / name)

@@ -27,7 +27,7 @@ DAMAGED, INTERRUPTED = 3, 130
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with how much is done, and of how much."""
 
-_COMMANDS = {"checkpoint": "forebay.cli.checkpoint", "demo": "forebay.cli.demo", "doctor": "forebay.cli.doctor"}
+_COMMANDS = {name: f"forebay.cli.{name}" for name in ("checkpoint", "demo", "doctor", "trajectories")}
 
 
 class _Main(click.Group):

@@ -8,6 +8,8 @@ anything, and neither trusts what it reads.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import msgspec
 from forebay.checkpoint import Checkpoint, Manifest, open_checkpoint
 from forebay.cli import DAMAGED, Progress, one_line, progress_bar, show_json, size_text
 from forebay.codec import decode_account, decode_group, decode_record
-from forebay.errors import DamagedData, InvalidInput
+from forebay.errors import CheckpointError, DamagedData, InvalidInput
 from forebay.ledger import Account, End, Place
 from forebay.staleness import Limits
 
@@ -91,6 +93,19 @@ def _limits(manifest: Manifest) -> dict[str, Limits]:
         raise DamagedData(f"the limits of the checkpoint cannot be read: {error}") from None
 
 
+@contextmanager
+def _of_groups(path: Path) -> Iterator[None]:
+    """Trajectories have a command of their own, and who asks here is told so."""
+    try:
+        yield
+    except (DamagedData, CheckpointError):
+        from forebay.trajectory.checkup import is_trajectories
+
+        if is_trajectories(path):
+            raise InvalidInput(f"{path} holds trajectories, not groups; use `forebay trajectories`") from None
+        raise
+
+
 @click.group()
 def checkpoint() -> None:
     """Verify checkpoints and look into them."""
@@ -106,7 +121,7 @@ def verify(ctx: click.Context, path: Path, as_json: bool) -> None:
     Checksums, records, groups and ledgers: what is called whole can be resumed. Exit code 3 if it is damaged.
     """
     try:
-        with open_checkpoint(path) as opened, progress_bar("verifying") as progress:
+        with _of_groups(path), open_checkpoint(path) as opened, progress_bar("verifying") as progress:
             manifest, total = opened.manifest, opened.total_bytes
             groups = check_contents(opened, progress).groups.total()
     except DamagedData as error:
@@ -132,7 +147,7 @@ def info(path: Path, full: bool, as_json: bool) -> None:
     Reads its manifest only, and checks that its files are there, so it is quick at any size; the buffered groups of a
     task are then what its ledger leaves over. With --full they are counted.
     """
-    with open_checkpoint(path) as opened, progress_bar("reading") as progress:
+    with _of_groups(path), open_checkpoint(path) as opened, progress_bar("reading") as progress:
         contents = check_contents(opened, progress) if full else None
         described = _described(path, opened, contents)
     if as_json:

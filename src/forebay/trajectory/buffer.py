@@ -34,10 +34,10 @@ from forebay.trajectory.listing import Listing, SegmentRows
 from forebay.trajectory.pool import BlockPool
 from forebay.trajectory.prepare import Prepared, prepare, write
 from forebay.trajectory.readback import read_trajectory
-from forebay.trajectory.restore import Shard, Taken, block, map_taken, random_state, restored_random, take
+from forebay.trajectory.restore import Shard, Taken, block, keyed_random, map_taken, random_state, restored_random, take
 from forebay.trajectory.rlinf import export_rlinf, find_rlinf, open_rlinf
 from forebay.trajectory.schema import Layout, Schema, check_optional, fitted, schema_of
-from forebay.trajectory.segments import Segment
+from forebay.trajectory.segments import MissingFile, Segment
 from forebay.trajectory.space import Space
 from forebay.trajectory.store import Store, map_segment
 from forebay.trajectory.texts import Texts
@@ -83,8 +83,8 @@ class TrajectoryReplayBuffer:
         arrays: Literal["torch", "numpy"] | None = None,
     ) -> None:
         self.seed, self.rank = whole_number("seed", seed, least=0), whole_number("rank", rank, least=0)
-        if self.seed >= 2**64 or self.rank >= 2**64:
-            raise InvalidConfig(f"seed is {seed} and rank is {rank}; expected at most {2**64 - 1}")
+        if self.seed >= 2**64 or self.rank >= 10**9:
+            raise InvalidConfig(f"seed is {seed} and rank is {rank}; expected at most {2**64 - 1} and {10**9 - 1}")
         window = whole_number("sample_window_size", sample_window_size, least=0)
         cached = whole_number("cache_size", cache_size, least=0) if enable_cache else 0
         self._limits = Limits(window, _limit("max_transitions", max_transitions), _limit("max_bytes", max_bytes))
@@ -96,6 +96,7 @@ class TrajectoryReplayBuffer:
         self._optional = dict(optional or {})
         check_optional(self._optional)
         self._torch = _torch(arrays)
+        self.arrays = "numpy" if self._torch is None else "torch"
         self.read_only, self._cached = read_only, cached
         if (auto_save or read_only) and not os.fspath(auto_save_path):
             raise InvalidConfig("auto_save and read_only need auto_save_path: the directory of the trajectories")
@@ -111,7 +112,7 @@ class TrajectoryReplayBuffer:
         self._segments: dict[int, Segment] = {}
         self._texts = Texts([])
         self._content_floor = 0  # below it nothing of the store belongs to what is saved
-        self._generator = np.random.Generator(np.random.Philox(key=[self.seed, self.rank]))
+        self._generator = keyed_random(self.seed, self.rank)
         if auto_save or read_only:
             self._open_store(Path(auto_save_path) / f"rank_{rank}")
         _close_at_exit(self)
@@ -158,7 +159,13 @@ class TrajectoryReplayBuffer:
         assert window is not None
         newest = listing.chosen(np.arange(len(listing))[self._first_within(listing) :])
         for number in np.unique(newest.rows["segment"]).tolist():
-            map_segment(self._segments[number], window.space, self._files or FileOps())
+            try:
+                map_segment(self._segments[number], window.space, self._files or FileOps())
+            except MissingFile:
+                if not self.read_only:
+                    raise
+                # Its files were there a moment ago: who writes has let go of them.
+                newest = newest.chosen(np.flatnonzero(newest.rows["segment"] != number))
         window.append(_absolute(newest, self._segments), pending=False)
         for name, table in (("step", window.space.steps), ("observation", window.space.observations)):
             for row in window.index.listing().rows[max(len(newest) - self._cached, 0) :] if self._cached else ():
@@ -215,13 +222,12 @@ class TrajectoryReplayBuffer:
         found = [_aligned(k, trajectory, len(trajectories)) for k, trajectory in enumerate(trajectories)]
         if not found:
             return []
-        prepared = self._prepare(found)
-        ids = self._store_all(prepared)
+        ids = self._store_all(*self._prepare(found))
         if durable:
             self._wait_durable(ids[-1])
         return ids
 
-    def _prepare(self, found: list[Aligned]) -> list[Prepared]:
+    def _prepare(self, found: list[Aligned]) -> tuple[Window, list[Prepared]]:
         with self._changed:
             self._check_usable(writing=True)
             layout = None if self._window is None else self._window.space.layout
@@ -234,31 +240,30 @@ class TrajectoryReplayBuffer:
             except InvalidTrajectory as error:
                 raise _numbered(error, k, len(found)) from None
         layout = layout or Layout(schema)
-        self._check_size(found, layout)
+        prepared = [prepare(one, leaves, layout, self._encode_texts) for one, leaves in zip(found, fits, strict=True)]
+        self._check_size(prepared, layout)
         with self._changed:
             window = self._window or self._set_layout(layout)
             if window.space.layout.schema != schema:
                 raise InvalidTrajectory(
                     "another thread added the first trajectory meanwhile, and its fields are others; add this one again"
                 )
-        return [prepare(one, leaves, layout, self._encode_texts) for one, leaves in zip(found, fits, strict=True)]
+        return window, prepared
 
     def _encode_texts(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         with self._changed:
             return self._texts.encode(values)
 
-    def _check_size(self, found: list[Aligned], layout: Layout) -> None:
-        for k, one in enumerate(found):
-            cells = one.steps * one.envs
-            # With as many extra observations as there can be.
-            size = cells * (layout.step_bytes + 2 * layout.observation_bytes)
+    def _check_size(self, prepared: list[Prepared], layout: Layout) -> None:
+        for k, one in enumerate(prepared):
+            size = one.rows * layout.step_bytes + one.observations * layout.observation_bytes
             if self._limits.bytes is not None and size > self._limits.bytes:
-                problem = f"it may take {size} bytes; max_bytes is {self._limits.bytes}"
-            elif self._limits.transitions is not None and cells > self._limits.transitions:
-                problem = f"it has {cells} steps; max_transitions is {self._limits.transitions}"
+                problem = f"it takes {size} bytes; max_bytes is {self._limits.bytes}"
+            elif self._limits.transitions is not None and one.transitions > self._limits.transitions:
+                problem = f"it has {one.transitions} transitions; max_transitions is {self._limits.transitions}"
             else:
                 continue
-            raise _numbered(InvalidTrajectory(f"a trajectory does not fit: {problem}"), k, len(found))
+            raise _numbered(InvalidTrajectory(f"a trajectory does not fit: {problem}"), k, len(prepared))
 
     def _set_layout(self, layout: Layout, space: Space | None = None) -> Window:
         space = space or Space(layout)
@@ -268,48 +273,61 @@ class TrajectoryReplayBuffer:
             self._writer.set_space(space)
         return self._window
 
-    def _store_all(self, prepared: list[Prepared]) -> list[int]:
-        assert self._window is not None
-        layout = self._window.space.layout
+    def _store_all(self, window: Window, prepared: list[Prepared]) -> list[int]:
+        layout = window.space.layout
         sizes = [one.rows * layout.step_bytes + one.observations * layout.observation_bytes for one in prepared]
         with self._changed:
             self._wait_for_writer(sum(sizes))
-            window = self._window
             places: list[tuple[int, int]] = []
             try:
+                self._check_same(window)
                 places.extend(window.take_rows(one.rows, one.observations) for one in prepared)
             except BaseException:
-                self._give_back(window, prepared, places)
+                self._give_back(window, prepared, places, sizes)
                 raise
         try:
             for one, place in zip(prepared, places, strict=True):
                 write(one, window.space, *place)
         except BaseException:
             with self._changed:
-                self._give_back(window, prepared, places)
+                self._give_back(window, prepared, places, sizes)
             raise
         with self._changed:
             try:
                 self._check_usable(writing=True)
-                if self._window is not window:
-                    raise InvalidTrajectory("a checkpoint was loaded meanwhile; add the trajectories again")
+                self._check_same(window)
+                weights = [self._texts.code(one.model_weights_id) for one in prepared]
             except BaseException:
-                self._give_back(window, prepared, places)
+                self._give_back(window, prepared, places, sizes)
                 raise
-            return self._commit(window, prepared, places, sizes)
+            return self._commit(window, prepared, places, sizes, weights)
 
-    @staticmethod
-    def _give_back(window: Window, prepared: list[Prepared], places: list[tuple[int, int]]) -> None:
+    def _check_same(self, window: Window) -> None:
+        if self._window is not window:
+            raise InvalidTrajectory("a checkpoint was loaded meanwhile; add the trajectories again")
+
+    def _give_back(
+        self, window: Window, prepared: list[Prepared], places: list[tuple[int, int]], sizes: list[int]
+    ) -> None:
+        if self._writer is not None:
+            self._writer.pending_bytes -= sum(sizes)
+            self._changed.notify_all()
         for one, (first_step, first_observation) in zip(prepared, places, strict=False):
             window.give_back_rows(first_step, one.rows, first_observation, one.observations)
 
     def _commit(
-        self, window: Window, prepared: list[Prepared], places: list[tuple[int, int]], sizes: list[int]
+        self,
+        window: Window,
+        prepared: list[Prepared],
+        places: list[tuple[int, int]],
+        sizes: list[int],
+        weights: list[int],
     ) -> list[int]:
         now = time.time()
         jobs = [
-            Job(self._next_id + k, one, self._texts.code(one.model_weights_id), now, *place, size)
-            for k, (one, place, size) in enumerate(zip(prepared, places, sizes, strict=True))
+            # Without the arrays of the caller, which it may want to be rid of.
+            Job(self._next_id + k, one._replace(leaves={}), code, now, *place, size)
+            for k, (one, place, size, code) in enumerate(zip(prepared, places, sizes, weights, strict=True))
         ]
         listing = Listing.joined(
             [listing_of(job, IN_MEMORY, SegmentRows(job.first_step, job.first_observation), 0) for job in jobs]
@@ -332,6 +350,7 @@ class TrajectoryReplayBuffer:
             self._changed.wait()
             self._check_usable(writing=True)
         self._raise_write_error()
+        writer.pending_bytes += size
 
     # --- durability -----------------------------------------------------------------------------------
 
@@ -353,7 +372,7 @@ class TrajectoryReplayBuffer:
         if writer is None:
             return
         with self._changed:
-            while writer.error is None and (writer.durable_id < last and writer.pending_bytes):
+            while writer.error is None and ((writer.durable_id < last and writer.pending_bytes) or writer.floor_waits):
                 self._changed.wait()
         self._raise_write_error()
 
@@ -526,9 +545,7 @@ class TrajectoryReplayBuffer:
         `parts` are other buffers (of demonstrations, say) that belong to the same checkpoint, by name. With
         `trajectory_format="pt"` it is written to `path` itself, as RLinf reads it.
         """
-        buffers = {MAIN: self, **(parts or {})}
-        if MAIN in (parts or {}) or len(set(map(id, buffers.values()))) < len(buffers):
-            raise InvalidInput(f"parts are {', '.join(parts or {})}; expected other buffers, and no part {MAIN!r}")
+        buffers = self._with_parts(parts)
         if self.trajectory_format == "pt":
             if parts:
                 raise InvalidInput("RLinf's format has no parts; save each buffer to a directory of its own")
@@ -538,25 +555,43 @@ class TrajectoryReplayBuffer:
             sources = {name: stack.enter_context(buffer._to_save()) for name, buffer in buffers.items()}
             write_checkpoint(Path(path) / f"rank_{self.rank}", sources, files=self._files)
 
+    def _with_parts(self, parts: Mapping[str, TrajectoryReplayBuffer] | None) -> dict[str, TrajectoryReplayBuffer]:
+        buffers = {MAIN: self, **(parts or {})}
+        if MAIN in (parts or {}) or len(set(map(id, buffers.values()))) < len(buffers):
+            raise InvalidInput(f"parts are {', '.join(parts or {})}; expected other buffers, and no part {MAIN!r}")
+        return buffers
+
     @contextmanager
     def _to_save(self) -> Iterator[PartSource]:
         """What is kept, held still: rows are not used again, and files not removed, until this ends."""
         self._check_usable()
         self.flush()
+        writer = self._writer
         with self._changed:
-            window, writer = self._window, self._writer
-            pin = None if window is None else window.pins.pin()
             if writer is not None:
                 writer.holds += 1
+        window, pin = None, -1
         try:
-            # The catalogue is read without the lock: nothing that it lists now goes away.
-            durable = Listing.empty() if self._store is None or writer is None else self._store.committed()
             with self._changed:
+                while writer is not None and writer.removing and writer.error is None:
+                    self._changed.wait()
+                window = self._window
                 segments = dict(self._segments)
-                listing = Listing.empty() if window is None else _relative(window.index.listing(), segments)
-                durable = durable.chosen(np.flatnonzero(durable.rows["id"] >= self._content_floor))
-                listing = _with_older(listing, _unsealed_as_memory(durable, segments))
-                random, next_id = random_state(self._generator), self._next_id
+                listing = Listing.empty()
+                if window is not None:
+                    pin = window.pins.pin()
+                    listing = _relative(window.index.listing(), segments, window.space.layout)
+                random, next_id, floor_id = random_state(self._generator), self._next_id, self._content_floor
+            if self._store is not None and writer is not None:
+                # What is older than the window is durable, or about to be. The catalogue is read without the lock:
+                # nothing that it lists now goes away.
+                self._wait_durable(int(listing.rows["id"][0]) - 1 if len(listing) else next_id - 1)
+                durable = self._store.committed()
+                ids = durable.rows["id"]
+                with self._changed:
+                    segments.update(self._segments)
+                    durable = durable.chosen(np.flatnonzero((ids >= floor_id) & (ids < next_id)))
+                    listing = _with_older(listing, _unsealed_as_memory(durable, segments))
             yield PartSource(
                 None if window is None else window.space.layout,
                 list(self._texts.known),
@@ -570,7 +605,7 @@ class TrajectoryReplayBuffer:
             )
         finally:
             with self._changed:
-                if window is not None and pin is not None:
+                if window is not None and pin >= 0:
                     window.pins.unpin(pin)
                 if writer is not None:
                     writer.holds -= 1
@@ -596,7 +631,7 @@ class TrajectoryReplayBuffer:
         All of it, or the share of `local_rank` out of `world_size`, whatever the number of ranks that wrote it. With
         `verify=False` rows are not read and checked first. The buffer is unchanged if anything is wrong.
         """
-        buffers = {MAIN: self, **(parts or {})}
+        buffers = self._with_parts(parts)
         shard = Shard.of(is_distributed, local_rank, world_size)
         for buffer in buffers.values():
             buffer._check_usable(writing=True)
@@ -619,9 +654,32 @@ class TrajectoryReplayBuffer:
     ) -> Iterator[tuple[Taken, Space | None, np.random.Generator]]:
         """What is to be taken over, mapped and found whole; let go again unless it was taken over."""
         self.flush()
+        for tries_left in reversed(range(5)):
+            try:
+                taken, space, random = self._find(path, part, shard, verify)
+                break
+            except MissingFile:
+                if not tries_left:
+                    raise
+                # It was there when the manifest was read: two saves since then took it away.
+        try:
+            yield taken, space, random
+        finally:
+            with self._changed:
+                for number, segment in taken.segments.items():
+                    if not segment.in_window and space is not None:
+                        self._segments.pop(number, None)
+                        if self._window is not None and self._window.space is space:
+                            self._window.sealed(segment)  # it may have been in the window for a moment
+                        else:
+                            segment.unmap(space)
+
+    def _find(
+        self, path: str | os.PathLike[str], part: str, shard: Shard, verify: bool
+    ) -> tuple[Taken, Space | None, np.random.Generator]:
         files = self._files or FileOps()
         taken = take(Path(path), part, shard, files)
-        random = restored_random(taken.random, self.seed, shard, taken.next_id)
+        random = restored_random(taken.random, self.seed, shard, taken.next_id, rank=self.rank)
         with self._changed:
             # Numbers that no other checkpoint of this buffer has.
             taken = taken.renumbered(min(self._segments, default=0))
@@ -634,18 +692,15 @@ class TrajectoryReplayBuffer:
                     )
                 space = Space(taken.layout)
         if space is not None:
-            map_taken(taken, space, files, verify=verify)
-        try:
-            yield taken, space, random
-        finally:
-            with self._changed:
-                for number, segment in taken.segments.items():
-                    if not segment.in_window and space is not None:
-                        segment.unmap(space)
-                        self._segments.pop(number, None)
+            map_taken(taken, space, files, verify=verify, lock=self._changed)
+        return taken, space, random
 
     def _become(self, taken: Taken, space: Space | None, random: np.random.Generator) -> None:
         with self._changed:
+            self._check_usable(writing=True)
+            if self._writer is not None and self._window is not None and self._window.space is not space:
+                # What waits to be written has its rows in the other space.
+                raise InvalidInput("the first trajectory was added while a checkpoint was loaded; load it again")
             self._next_id = self._content_floor = max(self._next_id, taken.next_id)
             self._generator = random
             if self._window is not None:
@@ -664,17 +719,22 @@ class TrajectoryReplayBuffer:
     def _import(self, path: Path, shard: Shard) -> None:
         found = [trajectory for _, trajectory in open_rlinf(path)]
         mine = found[block(len(found), shard)]
+        ids = self.add_trajectories(mine)
         with self._changed:
-            if self._window is not None:
-                self._window.clear()
-        self.add_trajectories(mine)
+            self._content_floor = ids[0] if ids else self._next_id
+            while self._window is not None and len(self._window.index):
+                if self._window.index.rows["id"][0] >= self._content_floor:
+                    break
+                self._window.evict_oldest()
+            self._retain()
+            self._changed.notify_all()
 
     # --- the end --------------------------------------------------------------------------------------
 
     def clear(self) -> None:
         """Empty the window. Ids go on. What is on disk stays there, but is not sampled when it is opened again."""
-        self._check_usable(writing=True)
         with self._changed:
+            self._check_usable(writing=True)
             self._raise_write_error()
             if self._window is not None:
                 self._window.clear()
@@ -787,14 +847,17 @@ def _absolute(listing: Listing, segments: Mapping[int, Segment]) -> Listing:
     )
 
 
-def _relative(listing: Listing, segments: Mapping[int, Segment]) -> Listing:
-    """The same with rows counted inside their segments; what is in a segment that still grows counts as memory."""
+def _relative(listing: Listing, segments: Mapping[int, Segment], layout: Layout) -> Listing:
+    """The same with rows counted inside their segments.
+
+    What is in a segment that still grows, or whose files were removed by who owns them, counts as memory.
+    """
     rows = listing.rows.copy()
     for number in np.unique(rows["segment"]).tolist():
         theirs = listing.rows["segment"] == number
         if number == IN_MEMORY:
             continue
-        if not segments[number].sealed:
+        if not segments[number].sealed or not segments[number].has_files(layout):
             rows["segment"][theirs] = IN_MEMORY
             continue
         rows["first_step"][theirs] -= segments[number].first_step

@@ -7,9 +7,11 @@ whether the numbers can be.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -29,59 +31,113 @@ VERSION = 1
 MAX_TEXTS, MAX_TEXT_BYTES = 2**24, 2**16
 
 _COLUMNS = tuple(name for name in (ROW.names or ()) if name not in ("runs", "chains"))
-_TABLES = {"meta", "texts", "segments", "trajectories"}
+_MOST = 2**62
+# NULL is what SQLite makes of a reward that is not a number.
+_DECLARED = ", ".join(name if name == "reward" else f"{name} NOT NULL" for name in _COLUMNS[1:])
 _SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE texts (code INTEGER PRIMARY KEY, text TEXT NOT NULL);
 CREATE TABLE segments (number INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE, sealed INTEGER NOT NULL);
 CREATE TABLE trajectories (
-    id INTEGER PRIMARY KEY, {", ".join(f"{name} NOT NULL" for name in _COLUMNS[1:])}, runs BLOB NOT NULL,
-    chains BLOB NOT NULL
+    id INTEGER PRIMARY KEY, {_DECLARED}, runs BLOB NOT NULL, chains BLOB NOT NULL
 );
 CREATE INDEX trajectories_by_segment ON trajectories (segment);
 """
+_FRESH = f"""
+INSERT INTO meta VALUES ('format', '{FORMAT}'), ('version', {VERSION}), ('next_id', 0), ('floor_id', 0), ('clean', 1);
+"""
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+_OBJECTS = "SELECT type, name, tbl_name, sql FROM sqlite_master"
+# What ANALYZE leaves; it helps and does nothing else.
+_STATISTICS = {
+    ("table", "sqlite_stat1", "sqlite_stat1", "CREATE TABLE sqlite_stat1(tbl,idx,stat)"),
+    ("table", "sqlite_stat4", "sqlite_stat4", "CREATE TABLE sqlite_stat4(tbl,idx,neq,nlt,ndlt,sample)"),
+}
+
+
+@cache
+def _plain() -> frozenset[tuple[Any, ...]]:
+    """Everything that a catalogue consists of, as SQLite describes it."""
+    database = sqlite3.connect(":memory:")
+    try:
+        database.executescript(_SCHEMA)
+        return frozenset(database.execute(_OBJECTS))
+    finally:
+        database.close()
 
 
 class Catalogue:
     """One open catalogue."""
 
-    def __init__(self, path: Path, *, read_only: bool) -> None:
+    def __init__(self, path: Path, *, read_only: bool, may_create: bool = False) -> None:
+        """`may_create`: there is nothing that it would be the catalogue of."""
         self.path = path
-        mode = "ro" if read_only else "rwc"
+        try:
+            self._open("mode=ro" if read_only else "mode=rwc", read_only, may_create)
+        except StorageError:
+            # Of a directory that may not be written SQLite reads what nobody writes only if it is told so.
+            if not read_only or self._may_be_written():
+                raise
+            self._open("mode=ro&immutable=1", read_only, may_create)
+
+    def _open(self, how: str, read_only: bool, may_create: bool) -> None:
         with self._doing("open"):
             self._db = sqlite3.connect(
-                f"file:{quote(str(path))}?mode={mode}", uri=True, isolation_level=None, check_same_thread=False
+                f"file:{quote(str(self.path))}?{how}", uri=True, isolation_level=None, check_same_thread=False
             )
         try:
-            self._prepare(read_only)
+            self._prepare(read_only, may_create)
         except BaseException:
             self._db.close()
             raise
 
-    def _prepare(self, read_only: bool) -> None:
+    def _may_be_written(self) -> bool:
+        log = self.path.with_name(f"{self.path.name}-wal")
+        return os.access(self.path.parent, os.W_OK) or (log.exists() and log.stat().st_size > 0)
+
+    def _prepare(self, read_only: bool, may_create: bool) -> None:
         with self._doing("open"):
             self._db.execute("PRAGMA trusted_schema = OFF")
             self._db.execute("PRAGMA busy_timeout = 5000")
-            found = dict(self._db.execute("SELECT name, type FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"))
-            if not found and not read_only:
-                self._db.execute("PRAGMA journal_mode = WAL")
-                self._db.execute("PRAGMA synchronous = FULL")
-                self._db.executescript(f"BEGIN; {_SCHEMA} COMMIT;")
-                self.set_meta(format=FORMAT, version=VERSION, next_id=0, floor_id=0, clean=1)
+            found = set(self._db.execute(_OBJECTS))
+            if not found and read_only:
+                raise StorageError(f"{self.path} has nothing in it yet: the process that makes it has not come to it")
+            if not found and not may_create:
+                raise DamagedData(
+                    f"{self.path} is missing or empty, and segments are there; bring it back, or use another directory"
+                )
+            if not found:
+                self._prepare_to_write()
+                self._db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {_FRESH} COMMIT;")
                 return
-            others = {name for name, kind in found.items() if (kind != "table") == (name in _TABLES)}
-            if not found.keys() >= _TABLES or others - {"trajectories_by_segment"}:
-                raise DamagedData(f"{self.path} is not the catalogue of a trajectory store")
-            if not read_only:
-                self._db.execute("PRAGMA journal_mode = WAL")
-                self._db.execute("PRAGMA synchronous = FULL")
-        if self.meta("format") != FORMAT:
+        # A view, a trigger, a computed column would run what somebody else wrote: only what is made above is used.
+        if not any(item[1] == "meta" for item in found & _plain()) or self.meta("format") != FORMAT:
             raise DamagedData(f"{self.path} is not the catalogue of a trajectory store")
         version = self.meta("version")
         if version != VERSION:
             raise DamagedData(f"{self.path} is of version {version!r}; this Forebay reads {VERSION}: use a newer one")
+        if (other := found ^ _plain()) - _STATISTICS:
+            names = sorted(str(item[1]) for item in other - _STATISTICS)
+            raise DamagedData(f"{self.path} is not a catalogue as this Forebay makes it; see {', '.join(names)[:200]}")
+        if not read_only:
+            with self._doing("open"):
+                self._prepare_to_write()
+
+    def _prepare_to_write(self) -> None:
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = FULL")
 
     # --- reading
+
+    def hold(self) -> None:
+        """Read one state of it from now on, whatever is written meanwhile, until `release`."""
+        with self._doing("read"):
+            self._db.execute("BEGIN")
+
+    def release(self) -> None:
+        if self._db.in_transaction:
+            with self._doing("read"):
+                self._db.execute("COMMIT")
 
     def meta(self, key: str) -> Any:
         with self._doing("read"):
@@ -90,8 +146,8 @@ class Catalogue:
 
     def number(self, key: str) -> int:
         value = self.meta(key)
-        if not isinstance(value, int) or value < 0:
-            raise DamagedData(f"{self.path} has {key} {value!r:.100}; expected a whole number from 0")
+        if not isinstance(value, int) or not 0 <= value <= _MOST:
+            raise DamagedData(f"{self.path} has {key} {value!r:.100}; expected a whole number from 0 to {_MOST}")
         return value
 
     def schema(self) -> Schema | None:
@@ -114,7 +170,10 @@ class Catalogue:
         """By number: the name, and whether it is sealed."""
         with self._doing("read"):
             rows = self._db.execute("SELECT number, name, sealed FROM segments ORDER BY number").fetchall()
-        return {number: (name, bool(sealed)) for number, name, sealed in rows}
+        found = {number: (name, bool(sealed)) for number, name, sealed in rows}
+        if any(not 0 < number <= _MOST for number in found) or len({name for name, _ in found.values()}) < len(rows):
+            raise DamagedData(f"{self.path} has a segment with an impossible number, or one that stands twice")
+        return found
 
     def listing(self, *, segment: int | None = None) -> Listing:
         """All trajectories by id, or those of one segment. Not checked yet."""
@@ -137,7 +196,11 @@ class Catalogue:
         part = np.empty(len(rows), ROW)
         try:
             for k, name in enumerate(_COLUMNS):
-                part[name] = [row[k] for row in rows]
+                values = [row[k] for row in rows]
+                is_float = part.dtype[name].kind == "f"
+                if not set(map(type, values)) <= ({float, type(None)} if is_float else {int}):
+                    raise ValueError(f"{name} of a trajectory is of another type")
+                part[name] = np.array(values, part.dtype[name])  # None is no number
             for name, k in (("runs", -2), ("chains", -1)):
                 if any(not isinstance(row[k], bytes) or len(row[k]) % 16 for row in rows):
                     raise ValueError(f"{name} of a trajectory are no pairs")
@@ -208,11 +271,12 @@ class Catalogue:
     def _doing(self, what: str) -> Iterator[None]:
         try:
             yield
-        except sqlite3.DatabaseError as error:
-            if error.sqlite_errorcode in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-                raise DamagedData(f"{self.path} is damaged: {error}") from None
-            raise StorageError(f"cannot {what} {self.path}: {error}") from error
         except sqlite3.Error as error:
+            # Text that is no UTF-8 is found by Python, which gives no code.
+            code = getattr(error, "sqlite_errorcode", None)
+            damaged = isinstance(error, sqlite3.OperationalError) if code is None else code & 0xFF in _DAMAGED
+            if damaged:
+                raise DamagedData(f"{self.path} is damaged: {error}") from None
             raise StorageError(f"cannot {what} {self.path}: {error}") from error
 
 

@@ -15,8 +15,9 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from errno import ENOENT
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -28,12 +29,23 @@ from msgspec import Meta
 
 from forebay.errors import CheckpointError, DamagedData, InvalidInput
 from forebay.files import FileOps
-from forebay.publish import MANIFEST, UNREADABLE, DirectoryWriter, Envelope, doing, open_plain, open_published
+from forebay.publish import (
+    MANIFEST,
+    MANIFEST_LEFTOVER,
+    UNREADABLE,
+    DirectoryWriter,
+    Envelope,
+    doing,
+    open_plain,
+    open_published,
+    read_manifest,
+)
 from forebay.trajectory.catalogue import FORMAT, NAME
 from forebay.trajectory.listing import ROW, Listing, SegmentRows
 from forebay.trajectory.schema import Layout, Schema
 from forebay.trajectory.segments import (
     SEGMENT_FILE,
+    MissingFile,
     Segment,
     checksum,
     file_names,
@@ -46,7 +58,21 @@ from forebay.trajectory.space import Space
 from forebay.trajectory.store import Store, is_store
 from forebay.trajectory.window import IN_MEMORY
 
-__all__ = ["MAIN", "Contents", "PartSource", "find_directories", "open_contents", "part_names", "write_checkpoint"]
+__all__ = [
+    "MAIN",
+    "Contents",
+    "Manifest",
+    "PartSource",
+    "check_same_schema",
+    "checkpoint_manifest",
+    "field_texts",
+    "find_directories",
+    "leftovers",
+    "open_contents",
+    "part_names",
+    "rank_directories",
+    "write_checkpoint",
+]
 
 MAIN = "replay"
 ENVELOPE = Envelope(FORMAT, 1)
@@ -120,25 +146,36 @@ def write_checkpoint(
     *,
     files: FileOps | None = None,
     progress: Any = None,
+    replaces: bytes | None = None,
 ) -> None:
-    """Save parts as the checkpoint of a directory: all of it or nothing. `progress` gets trajectories done, and all."""
+    """Save parts as the checkpoint of a directory: all of it or nothing. `progress` gets trajectories done, and all.
+
+    `replaces`: the bytes of the manifest that is to be replaced; CheckpointError if there is another one by now.
+    """
     from forebay import __version__
 
+    if is_store(Path(directory)):
+        # Its segments would be taken for leftovers of a save.
+        raise InvalidInput(f"{directory} is a store of trajectories; save a checkpoint of it to another directory")
     total = sum(len(source.listing) for source in parts.values())
     done = 0
     files = files or FileOps()
+
+    def brought(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
     with DirectoryWriter(directory, ENVELOPE, ours=_OURS, names_in=_names_in, files=files) as writer:
-        written = {}
-        for name, source in parts.items():
-            written[name] = _write_part(writer, source, files)
-            done += len(source.listing)
-            if progress is not None:
-                progress(done, total)
+        if replaces is not None and read_manifest(writer.directory, files) != replaces:
+            raise CheckpointError(f"{directory} was saved to meanwhile; nothing was changed there")
+        written = {name: _write_part(writer, source, files, brought) for name, source in parts.items()}
         manifest = Manifest(parts=written, created_at=time.time(), forebay_version=__version__)
         writer.publish(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
-def _write_part(writer: DirectoryWriter, source: PartSource, files: FileOps) -> Part:
+def _write_part(writer: DirectoryWriter, source: PartSource, files: FileOps, brought: Callable[[int], None]) -> Part:
     entries: list[SegmentEntry] = []
     listing = source.listing
     rows = listing.rows.copy()
@@ -148,9 +185,11 @@ def _write_part(writer: DirectoryWriter, source: PartSource, files: FileOps) -> 
         assert source.layout is not None
         segment = source.segments[number]
         name = _bring(writer, segment, source.layout, files)
-        rows["segment"][listing.rows["segment"] == number] = len(entries)
+        theirs = listing.rows["segment"] == number
+        rows["segment"][theirs] = len(entries)
         entries.append(SegmentEntry(name, segment.rows.steps, segment.rows.observations))
-    _copy_rows(writer, source, rows, entries)
+        brought(int(np.count_nonzero(theirs)))
+    _copy_rows(writer, source, rows, entries, brought)
     data = [np.ascontiguousarray(part) for part in (rows, listing.runs.astype("<i8"), listing.chains.astype("<i8"))]
     index = f"index-{secrets.token_hex(8)}.rows"
     descriptor = writer.create(index)
@@ -200,7 +239,11 @@ def _bring(writer: DirectoryWriter, segment: Segment, layout: Layout, files: Fil
 
 
 def _copy_rows(
-    writer: DirectoryWriter, source: PartSource, rows: np.ndarray[Any, Any], entries: list[SegmentEntry]
+    writer: DirectoryWriter,
+    source: PartSource,
+    rows: np.ndarray[Any, Any],
+    entries: list[SegmentEntry],
+    brought: Callable[[int], None],
 ) -> None:
     """Write the rows that are in memory (or in an open segment, by where it is mapped) into new segments."""
     which = np.flatnonzero(source.listing.rows["segment"] == IN_MEMORY)
@@ -231,6 +274,7 @@ def _copy_rows(
                 writer.write(descriptor, [row_bytes(table, *place)[k] for place in theirs[start : start + 512]])
             writer.finish(descriptor)
         entries.append(SegmentEntry(name, steps, observations))
+        brought(len(group))
 
 
 # --- read ---------------------------------------------------------------------------------------------
@@ -250,16 +294,23 @@ class Contents:
         next_id: int,
         *,
         seed: int | None = None,
+        rank: int = 0,
         random: dict[str, Any] | None = None,
         left_out: int = 0,
     ) -> None:
         self.directory, self.kind, self.layout, self.texts = directory, kind, layout, texts
         self.listing, self.segments, self.next_id = listing, segments, next_id
-        self.seed, self.random, self.left_out = seed, random, left_out
+        self.seed, self.rank, self.random, self.left_out = seed, rank, random, left_out
 
     def bytes(self) -> int:
         """Of the trajectories, without what else their segments hold."""
         return 0 if self.layout is None else int(self.listing.bytes(self.layout).sum())
+
+
+def rank_directories(root: Path) -> list[Path]:
+    """The `rank_<n>` of a directory, by number."""
+    ranks = {int(found[1]): entry for entry in root.iterdir() if (found := _RANK.fullmatch(entry.name))}
+    return [ranks[rank] for rank in sorted(ranks)]
 
 
 def find_directories(path: str | PathLike[str]) -> list[Path]:
@@ -269,8 +320,7 @@ def find_directories(path: str | PathLike[str]) -> list[Path]:
         raise CheckpointError(f"there is no directory {root}")
     if (root / MANIFEST).exists() or is_store(root):
         return [root]
-    ranks = {int(found[1]): entry for entry in root.iterdir() if (found := _RANK.fullmatch(entry.name))}
-    ordered = [ranks[rank] for rank in sorted(ranks)]
+    ordered = rank_directories(root)
     holding = [entry for entry in ordered if (entry / MANIFEST).exists() or is_store(entry)]
     if not holding:
         raise CheckpointError(
@@ -282,11 +332,25 @@ def find_directories(path: str | PathLike[str]) -> list[Path]:
     return holding
 
 
+def checkpoint_manifest(directory: Path, files: FileOps | None = None) -> Manifest:
+    """What a checkpoint says of itself."""
+    return open_published(directory, ENVELOPE, _decoded, files or FileOps())
+
+
 def part_names(directory: Path, files: FileOps | None = None) -> list[str]:
     """The parts of a checkpoint; a store has only the main one."""
     if not (directory / MANIFEST).exists():
         return [MAIN]
-    return sorted(open_published(directory, ENVELOPE, lambda body: _decoded(body).parts, files or FileOps()))
+    return sorted(checkpoint_manifest(directory, files).parts)
+
+
+def leftovers(directory: Path, files: FileOps | None = None) -> list[str]:
+    """Files of a checkpoint that its manifest does not name: of the one before it, or of a save that was cut off."""
+    files = files or FileOps()
+    named = open_published(directory, ENVELOPE, _names_in, files)
+    with doing("list", directory):
+        there = files.list_directory(directory)
+    return sorted(n for n in there if n not in named and (_OURS.fullmatch(n) or MANIFEST_LEFTOVER.fullmatch(n)))
 
 
 def open_contents(directory: Path, part: str = MAIN, files: FileOps | None = None) -> Contents:
@@ -320,13 +384,27 @@ def _contents(directory: Path, body: bytes, part: str, files: FileOps) -> Conten
     if found.schema is None:
         if len(listing) or found.segments:
             raise DamagedData(f"{directory / MANIFEST} has trajectories and no schema")
-        return Contents(directory, "checkpoint", None, found.texts, listing, {}, found.next_id, seed=found.seed)
+        return Contents(
+            directory,
+            "checkpoint",
+            None,
+            found.texts,
+            listing,
+            {},
+            found.next_id,
+            seed=found.seed,
+            rank=found.rank,
+            random=found.random,
+        )
     layout = Layout(found.schema)
     segments = {}
     for number, entry in enumerate(found.segments):
         rows = SegmentRows(entry.steps, entry.observations)
-        with open_files(directory, file_names(entry.name, layout), files) as opened:
-            have = rows_in_files([size for _, size in opened], layout)
+        try:
+            with open_files(directory, file_names(entry.name, layout), files) as opened:
+                have = rows_in_files([size for _, size in opened], layout)
+        except MissingFile as error:  # two saves may have removed it meanwhile: there is another manifest then
+            raise FileNotFoundError(ENOENT, "it is missing", str(error.path)) from None
         if have.steps < rows.steps or (layout.observations and have.observations < rows.observations):
             raise DamagedData(
                 f"segment {entry.name} in {directory} has {have.steps} and {have.observations} rows; the manifest says "
@@ -345,6 +423,7 @@ def _contents(directory: Path, body: bytes, part: str, files: FileOps) -> Conten
         segments,
         found.next_id,
         seed=found.seed,
+        rank=found.rank,
         random=found.random,
     )
 
@@ -397,16 +476,25 @@ def check_same_schema(contents: Sequence[Contents]) -> Layout | None:
     for found in known[1:]:
         assert found.layout is not None
         assert known[0].layout is not None
-        mine, theirs = _fields(known[0].layout), _fields(found.layout)
+        mine, theirs = field_texts(known[0].layout), field_texts(found.layout)
         for name in sorted(mine.keys() | theirs.keys()):
             if mine.get(name) != theirs.get(name):
                 raise InvalidInput(
                     f"{name} is {mine.get(name, 'missing')} in {known[0].directory} and "
                     f"{theirs.get(name, 'missing')} in {found.directory}; they cannot be together"
                 )
+        if known[0].layout.schema != found.layout.schema:
+            raise InvalidInput(
+                f"{known[0].directory} and {found.directory} have their fields in another order; merge them first"
+            )
     return known[0].layout if known else None
 
 
-def _fields(layout: Layout) -> dict[str, str]:
-    shared = {f"curr_obs and next_obs .{'.'.join(f.path)}": str(f) for f in layout.schema.observations}
+def field_texts(layout: Layout) -> dict[str, str]:
+    """By name: what each field is."""
+    shared = {
+        f"{side}.{'.'.join(field.path)}": str(field)
+        for field in layout.schema.observations
+        for side in ("curr_obs", "next_obs")
+    }
     return {**{".".join(field.path): str(field) for field in layout.schema.steps}, **shared}

@@ -66,8 +66,8 @@ class Trajectory:
     def extract_intervene_traj(self, mode: Literal["any", "all"] = "any") -> list[Trajectory] | None:
         """The steps that a human took over, a trajectory of one env for each env that has some; None if there are none.
 
-        A step counts if any (or all) of its `intervene_flags` are set. Without `next_obs` nothing would show where
-        steps are missing in between, so each run of steps becomes a trajectory of its own.
+        A step counts if any (or all) of its `intervene_flags` are set. Where nothing would show that steps are missing
+        in between (without `next_obs`, or in a scene that stands still) another trajectory begins.
         """
         if mode not in ("any", "all"):
             raise InvalidTrajectory(f"mode is {mode!r}; expected 'any' or 'all'")
@@ -83,12 +83,9 @@ class Trajectory:
         found = []
         for env in range(whole.envs):
             steps = np.flatnonzero(chosen[:, env])
-            if not self.next_obs and len(steps):
-                breaks = (np.diff(steps) > 1) | (steps[1:] % whole.epoch_steps == 0)
-                runs = np.split(steps, np.flatnonzero(breaks) + 1)
-            else:
-                runs = [steps]
-            found += [_cut(self, whole, run, env) for run in runs if len(run)]
+            breaks = np.flatnonzero((np.diff(steps) > 1) | (steps[1:] % whole.epoch_steps == 0)) + 1
+            hidden = [k for k in breaks.tolist() if _looks_joined(whole, steps[k - 1], steps[k], env)]
+            found += [_cut(self, whole, run, env) for run in np.split(steps, hidden) if len(run)]
         return found or None
 
 
@@ -146,11 +143,11 @@ def aligned(trajectory: Trajectory | Mapping[str, Any]) -> Aligned:
     if valid is not None and (valid.dtype != "BOOL" or valid.shape):
         raise InvalidTrajectory(f"valid is {valid.dtype} with shape [T, B{_more(valid.shape)}]; expected BOOL [T, B]")
     weights_id, longest = given.get("model_weights_id", ""), given.get("max_episode_length", 0)
-    if not isinstance(weights_id, str) or len(weights_id) > _MAX_NAME:
+    if not isinstance(weights_id, str) or len(weights_id) > _MAX_NAME or not _encodable(weights_id):
         raise InvalidTrajectory(
             f"model_weights_id is {weights_id!r:.100}; expected text of at most {_MAX_NAME} letters"
         )
-    if isinstance(longest, bool) or not isinstance(longest, (int, np.integer)) or not 0 <= longest < 2**63:
+    if isinstance(longest, bool) or not isinstance(longest, (int, np.integer)) or not 0 <= longest <= 2**62:
         raise InvalidTrajectory(f"max_episode_length is {longest!r}; expected a whole number from 0")
     return Aligned(epochs, steps // epochs, envs, leaves, weights_id, int(longest))
 
@@ -215,7 +212,7 @@ def _array(path: Path, value: Any) -> tuple[str, np.ndarray[Any, Any]]:
     """The dtype name and the array of a leaf, without copying it where that is possible."""
     if isinstance(value, np.ndarray):
         if value.dtype.kind in "OUT":
-            return STRING, _text(path, value.tolist())
+            return STRING, _text(path, value.tolist() if value.ndim else [None])
         found = dtype_name(value.dtype)
         if found is None:
             raise InvalidTrajectory(f"{dotted(path)} is of dtype {value.dtype}; expected one of {', '.join(DTYPES)}")
@@ -240,6 +237,8 @@ def _array(path: Path, value: Any) -> tuple[str, np.ndarray[Any, Any]]:
 def _of_tensor(path: Path, tensor: Any) -> tuple[str, np.ndarray[Any, Any]]:
     import torch
 
+    if tensor.is_meta:
+        raise InvalidTrajectory(f"{dotted(path)} is a tensor on the device meta, which has no values")
     plain = tensor.detach().cpu()
     if plain.layout is not torch.strided:
         raise InvalidTrajectory(f"{dotted(path)} is a tensor of layout {plain.layout}; expected a dense one")
@@ -258,6 +257,11 @@ def _of_tensor(path: Path, tensor: Any) -> tuple[str, np.ndarray[Any, Any]]:
 
 def _text(path: Path, value: Any) -> np.ndarray[Any, Any]:
     """Text per env or per step and env, as an array of str with one or two dimensions."""
+    if path[0] not in _NESTED:
+        raise InvalidTrajectory(
+            f"{dotted(path)} is a list or text; expected an array or a tensor. Keep text in forward_inputs or in "
+            "observations"
+        )
     rows = list(value)
     if rows and all(isinstance(row, str) for row in rows):
         flat, shape = rows, [len(rows)]
@@ -280,8 +284,8 @@ def _text(path: Path, value: Any) -> np.ndarray[Any, Any]:
 def _epochs(raw: Mapping[Path, tuple[str, np.ndarray[Any, Any]]], steps: int) -> int:
     """How many rollout epochs the extra rows speak of; 1 if there are none."""
     epochs, said_by = 0, ""
-    for path, (dtype, values) in raw.items():
-        extra = values.shape[0] - steps if values.ndim and dtype != STRING else 0
+    for path, (_, values) in raw.items():
+        extra = values.shape[0] - steps if values.ndim > 1 else 0
         if extra <= 0 or path[0] not in _MAY_HAVE_EXTRA:
             continue
         if steps % extra:
@@ -306,8 +310,8 @@ def _lined_up(path: Path, dtype: str, values: np.ndarray[Any, Any], steps: int, 
         _check_axes(path, (steps, *values.shape), steps, envs)
         return Leaf(STRING, (), np.broadcast_to(values, (epochs, each, envs)))
     extra = values.shape[0] - steps if values.ndim else 0
-    if extra == epochs and path[0] in _MAY_HAVE_EXTRA and dtype != STRING:
-        _check_axes(path, (steps, *values.shape[1:]), steps, envs)
+    if extra == epochs and path[0] in _MAY_HAVE_EXTRA:
+        _check_axes(path, values.shape, steps, envs, extra)
         wider = values.reshape(epochs, each + 1, *values.shape[1:])
         lined_up = wider[:, 1:] if path[0] in _LEADING else wider[:, :-1]
     else:
@@ -316,8 +320,8 @@ def _lined_up(path: Path, dtype: str, values: np.ndarray[Any, Any], steps: int, 
     return Leaf(dtype, lined_up.shape[3:], lined_up)
 
 
-def _check_axes(path: Path, shape: tuple[int, ...], steps: int, envs: int) -> None:
-    if len(shape) < 2 or shape[:2] != (steps, envs):
+def _check_axes(path: Path, shape: tuple[int, ...], steps: int, envs: int, extra: int = 0) -> None:
+    if len(shape) < 2 or shape[:2] != (steps + extra, envs):
         raise InvalidTrajectory(
             f"{dotted(path)} has shape {list(shape)}; expected [{steps}, {envs}, ...] as rewards have"
         )
@@ -327,12 +331,31 @@ def _more(shape: tuple[int, ...]) -> str:
     return "".join(f", {size}" for size in shape)
 
 
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
 # --- cutting out --------------------------------------------------------------------------------------
 
 
 def _in_order(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """`[epoch, step, env, ...]` as `[T, B, ...]`."""
     return values.reshape(values.shape[0] * values.shape[1], *values.shape[2:])
+
+
+def _looks_joined(whole: Aligned, step: int, after: int, env: int) -> bool:
+    """Whether the observation after one step is that of another, in all that both have."""
+    for path, leaf in whole.leaves.items():
+        following = whole.leaves.get(("next_obs", *path[1:])) if path[0] == "curr_obs" else None
+        if following is not None and following[:2] == leaf[:2]:
+            one, other = _in_order(following.values)[step, env], _in_order(leaf.values)[after, env]
+            if one != other if leaf.dtype == STRING else one.tobytes() != other.tobytes():
+                return False
+    return True
 
 
 def _cut(source: Trajectory, whole: Aligned, steps: np.ndarray[Any, Any], env: int) -> Trajectory:

@@ -43,9 +43,11 @@ class _Part:
         self.columns = [
             _Column(path if side is None else (side, *path), field, f"f{k}")
             for k, (path, field, _) in enumerate(strip.fields)
-            if path not in (NEXT, VALID)
+            if side is not None or path not in (NEXT, VALID)
         ]
-        self.next_name = next((f"f{k}" for k, (path, _, _) in enumerate(strip.fields) if path == NEXT), None)
+        # Only of steps: an observation may be called like that.
+        own = strip.fields if side is None else ()
+        self.next_name = next((f"f{k}" for k, (path, _, _) in enumerate(own) if path == NEXT), None)
         self.record = strip.dtype()
         # A single field that fills its strip needs no taking apart.
         self.direct = (

@@ -56,7 +56,8 @@ class Tape:
         return size
 
     def start_at(self, number: int) -> None:
-        """Forget everything; the next element gets this number."""
+        """Forget everything; the next element gets this number, in other arrays: these may be read by somebody."""
+        self._size = 0
         self.first = self.end = self._offset = number
 
     def forget(self, until: int) -> None:

@@ -89,15 +89,18 @@ class _Shared:
         self._failed: BaseException | None = None
         self.closed = False
 
-    def put(self, batch: dict[str, Any]) -> bool:
-        """Wait for room, and put a batch there; False if nobody wants it."""
+    def wait_for_room(self) -> bool:
+        """Before a batch is drawn: what is drawn should be as new as can be. False if nobody wants one."""
         with self._changed:
             while len(self._ready) >= self._prefetch and not self.closed:
                 self._changed.wait()
+            return not self.closed
+
+    def put(self, batch: dict[str, Any]) -> None:
+        with self._changed:
             if not self.closed:
                 self._ready.append(batch)
                 self._changed.notify_all()
-            return not self.closed
 
     def fail(self, error: BaseException) -> None:
         with self._changed:
@@ -126,7 +129,7 @@ class _Shared:
 def _draw(source: Source, batch_size: int, min_transitions: int, timeout_s: float | None, shared: _Shared) -> None:
     try:
         source.wait_ready(min_transitions, timeout_s)
-        while not shared.closed and shared.put(source.sample(batch_size)):
-            pass
+        while shared.wait_for_room():
+            shared.put(source.sample(batch_size))
     except BaseException as error:
         shared.fail(error)

@@ -8,6 +8,8 @@ source and gathered straight into their place; `source` says which buffer a row 
 from __future__ import annotations
 
 import math
+import threading
+import time
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
@@ -15,13 +17,16 @@ from typing import Any
 import numpy as np
 
 from forebay.checks import whole_number
-from forebay.errors import InvalidConfig, InvalidInput
-from forebay.manager.allocation import Credits, allocate, check_weights, load_credits, save_credits
+from forebay.errors import DamagedData, InvalidConfig, InvalidInput
+from forebay.manager.allocation import Credits, allocate, load_credits, save_credits
 from forebay.trajectory.buffer import TrajectoryReplayBuffer
 from forebay.trajectory.data import dotted
+from forebay.trajectory.restore import Shard, keyed_random, random_state, restored_random
 from forebay.trajectory.schema import Schema
 
 __all__ = ["MixedReplay"]
+
+_MIXING = 2**32  # where a buffer has its rank in the key of its random sequence
 
 
 class MixedReplay:
@@ -32,14 +37,26 @@ class MixedReplay:
         self.buffers = tuple(shares)
         if not all(isinstance(buffer, TrajectoryReplayBuffer) for buffer in self.buffers):
             raise InvalidConfig("shares have other keys than buffers; expected {buffer: share, ...}")
+        for k, share in enumerate(shares.values()):
+            if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < math.inf:
+                raise InvalidConfig(f"the share of source {k} is {share!r}; expected a number from 0")
+        if not any(shares.values()):
+            raise InvalidConfig("no buffer has a share above 0; expected {buffer: share, ...}")
+        if len({buffer.arrays for buffer in self.buffers}) > 1:
+            raise InvalidConfig(
+                f"the buffers give {' and '.join(buffer.arrays for buffer in self.buffers)}; build all of them with "
+                "the same `arrays`"
+            )
+        if whole_number("seed", seed, least=0) >= 2**64:
+            raise InvalidConfig(f"seed is {seed}; expected at most {2**64 - 1}")
         self._shares = {str(k): share for k, share in enumerate(shares.values())}
-        check_weights(self._shares)
         exact = {name: Fraction(str(share)) for name, share in self._shares.items()}
         gains = {name: share / sum(exact.values()) for name, share in exact.items()}
         self._round = math.lcm(*[gain.denominator for gain in gains.values()])
         self._per_round = {name: int(gain * self._round) for name, gain in gains.items()}
         self._credits: Credits = {}
-        self._random = np.random.Generator(np.random.Philox(key=[whole_number("seed", seed, least=0), 2**32]))
+        self._random = keyed_random(seed, _MIXING)
+        self._lock = threading.Lock()  # what a batch could not divide is the business of the next one
 
     def sample(self, num_chunks: int, *, shuffle: bool = False) -> dict[str, Any]:
         """Exactly `num_chunks` steps in the given shares, grouped by source (`shuffle` mixes them), as one dict.
@@ -47,6 +64,10 @@ class MixedReplay:
         InvalidInput if a buffer that has to give some is empty, or if the buffers have different fields.
         """
         count = whole_number("num_chunks", num_chunks, least=1)
+        with self._lock:
+            return self._sample(count, shuffle)
+
+    def _sample(self, count: int, shuffle: bool) -> dict[str, Any]:
         # A whole number of rounds gives every source its exact share; the rule divides what is left.
         rounds, rest = divmod(count, self._round)
         sizes, credits = allocate(rest, self._shares, self._credits)
@@ -72,23 +93,32 @@ class MixedReplay:
         return gatherer.finish(batch, texts, (count,))
 
     def wait_ready(self, min_transitions: int = 1, timeout_s: float | None = None) -> None:
-        """Wait until every buffer with a share has so many transitions."""
+        """Wait until every buffer with a share has so many transitions; all together for at most `timeout_s`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for k, buffer in enumerate(self.buffers):
             if self._shares[str(k)]:
-                buffer.wait_ready(min_transitions, timeout_s)
+                buffer.wait_ready(min_transitions, None if deadline is None else max(deadline - time.monotonic(), 0))
 
     def state_dict(self) -> dict[str, Any]:
         """What the next batches depend on, besides the buffers."""
-        return {"credits": save_credits(self._credits)}
+        with self._lock:
+            return {"credits": save_credits(self._credits), "random": random_state(self._random)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._credits = load_credits(state["credits"])
+        """Go on where another one stood; InvalidInput if that is not what `state_dict` gave."""
+        try:
+            credits = load_credits(state["credits"])
+            random = restored_random(dict(state["random"]), 0, Shard(0, 1), 0)
+        except (KeyError, TypeError, ValueError, DamagedData) as error:
+            raise InvalidInput(f"this is no state of a mix: {type(error).__name__}: {error}") from None
+        with self._lock:
+            self._credits, self._random = credits, random
 
     def _check_fields(self, parts: list[tuple[int, TrajectoryReplayBuffer, int]]) -> None:
         first: Schema | None = None
         for k, buffer, size in parts:
             schema = buffer.schema
-            if schema is None:
+            if schema is None or not buffer.num_transitions:
                 raise InvalidInput(f"source {k} is to give {size} transitions and is empty; wait_ready() waits for it")
             first = first or schema
             if schema != first:

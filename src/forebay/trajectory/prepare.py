@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.trajectory.data import STRING, Aligned, Leaf, Path
+from forebay.dtypes import BFLOAT16
+from forebay.errors import InvalidTrajectory
+from forebay.trajectory.data import STRING, Aligned, Leaf, Path, dotted
 from forebay.trajectory.region import same_bytes
 from forebay.trajectory.schema import NEXT, VALID, Layout
 from forebay.trajectory.space import Space
@@ -65,7 +67,9 @@ class Prepared(NamedTuple):
 def prepare(found: Aligned, leaves: dict[Path, Leaf], layout: Layout, encode: Encode) -> Prepared:
     """Make a trajectory ready that fits the schema; `encode` makes codes of text."""
     steps, envs = found.steps, found.envs
-    values = {path: encode(leaf.values) if leaf.dtype == STRING else leaf.values for path, leaf in leaves.items()}
+    values = {
+        path: _encoded(path, leaf, encode) if leaf.dtype == STRING else leaf.values for path, leaf in leaves.items()
+    }
     valid = _valid(values)
     same = _same_next(values, layout, steps, envs)
     ends = _ends(values, found)
@@ -81,7 +85,7 @@ def prepare(found: Aligned, leaves: dict[Path, Leaf], layout: Layout, encode: En
         found.epochs,
         steps * envs + len(following.step) if layout.schema.observations else 0,
         steps * envs if valid is None else int(np.count_nonzero(valid)),
-        _reward(values[("rewards",)], valid),
+        _reward(leaves[("rewards",)], valid),
         found.model_weights_id,
         found.max_episode_length,
         runs,
@@ -120,6 +124,13 @@ def write(prepared: Prepared, space: Space, first_step: int, first_observation: 
             target[prepared.rows :] = following[extra.step, extra.env]
 
 
+def _encoded(path: Path, leaf: Leaf, encode: Encode) -> np.ndarray[Any, Any]:
+    try:
+        return encode(leaf.values)
+    except InvalidTrajectory as error:
+        raise InvalidTrajectory(f"{dotted(path)}: {error}") from None
+
+
 def _by_env(rows: np.ndarray[Any, Any], envs: int) -> np.ndarray[Any, Any]:
     return rows.reshape(envs, len(rows) // envs, *rows.shape[1:])
 
@@ -140,8 +151,11 @@ def _valid(values: dict[Path, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | N
     return np.ascontiguousarray(np.moveaxis(given, 2, 0).reshape(-1))
 
 
-def _reward(rewards: np.ndarray[Any, Any], valid: np.ndarray[Any, Any] | None) -> float:
+def _reward(leaf: Leaf, valid: np.ndarray[Any, Any] | None) -> float:
     """The sum over all steps that may be drawn; not a number if a reward is none."""
+    rewards = leaf.values
+    if leaf.dtype == BFLOAT16:  # the upper half of a float32
+        rewards = (rewards.astype(np.uint32) << 16).view(np.float32)
     if valid is not None:
         rewards = np.moveaxis(rewards, 2, 0).reshape(len(valid), -1)[valid]
     return float(rewards.sum(dtype=np.float64))

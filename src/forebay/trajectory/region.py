@@ -62,8 +62,8 @@ class Region:
         """Make the first `until` bytes memory that can be written."""
         if until <= self._committed:
             return
-        # In large steps: each is a system call.
-        wanted = min(max(until, 2 * self._committed, 2**22), self.size)
+        # In large steps: each is a system call. But not on into the half where files are mapped.
+        wanted = min(max(until, 2 * self._committed, 2**22), max(until, self.size // 2))
         wanted = -(-wanted // PAGE_BYTES) * PAGE_BYTES
         start = self.address + self._committed
         if _libc.mprotect(start, wanted - self._committed, mmap.PROT_READ | mmap.PROT_WRITE):

@@ -10,6 +10,7 @@ it was until everything that it is to become was found whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from forebay.trajectory.segments import Segment, damaged
 from forebay.trajectory.space import Space
 from forebay.trajectory.store import map_segment
 
-__all__ = ["Shard", "Taken", "block", "map_taken", "random_state", "restored_random", "take"]
+__all__ = ["Shard", "Taken", "block", "keyed_random", "map_taken", "random_state", "restored_random", "take"]
 
 
 class Shard(NamedTuple):
@@ -118,12 +119,25 @@ def _joined(contents: Sequence[Contents], *, same_world: bool) -> Taken:
     return Taken(layout, listing, segments, texts, next_id, contents[0].random if same_world else None)
 
 
-def map_taken(taken: Taken, space: Space, files: FileOps, *, verify: bool, progress: Any = None) -> None:
-    """Map the segments that are needed; DamagedData if a trajectory does not have its crc."""
+def map_taken(
+    taken: Taken,
+    space: Space,
+    files: FileOps,
+    *,
+    verify: bool,
+    progress: Any = None,
+    lock: AbstractContextManager[Any] | None = None,
+) -> None:
+    """Map the segments that are needed; DamagedData if a trajectory does not have its crc.
+
+    `lock` is of those who map into the same space.
+    """
     needed = set(taken.listing.rows["segment"].tolist())
+    lock = lock or nullcontext()
     try:
-        for number in needed:
-            map_segment(taken.segments[number], space, files)
+        with lock:
+            for number in needed:
+                map_segment(taken.segments[number], space, files)
         if verify:
             wrong = damaged(taken.listing, taken.segments, space, progress)
             if len(wrong):
@@ -132,8 +146,9 @@ def map_taken(taken: Taken, space: Space, files: FileOps, *, verify: bool, progr
                     f"{len(ids)} trajectories do not have their checksum: {ids[:20].tolist()}; their files were altered"
                 )
     except BaseException:
-        for number in needed:
-            taken.segments[number].unmap(space)
+        with lock:
+            for number in needed:
+                taken.segments[number].unmap(space)
         raise
 
 
@@ -151,6 +166,13 @@ class _Philox(msgspec.Struct):
     uinteger: int
 
 
+def keyed_random(seed: int, rank: int, counter: Sequence[int] = (0, 0, 0, 0)) -> np.random.Generator:
+    """The random sequence of a seed and a rank, each from 0 to 2**64 - 1."""
+    # Not as a list of int: numpy would make floats of large ones.
+    key, start = np.array([seed, rank], np.uint64), np.array(counter, np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=start))
+
+
 def random_state(generator: np.random.Generator) -> dict[str, Any]:
     """Where a generator stands, as plain numbers."""
     state: dict[str, Any] = dict(generator.bit_generator.state)
@@ -164,11 +186,10 @@ def random_state(generator: np.random.Generator) -> dict[str, Any]:
     }
 
 
-def restored_random(saved: dict[str, Any] | None, seed: int, shard: Shard, next_id: int) -> np.random.Generator:
+def restored_random(saved: Any, seed: int, shard: Shard, next_id: int, *, rank: int = 0) -> np.random.Generator:
     """A generator that goes on where it stood; or one with a key and a counter that were not used before."""
     if saved is None:
-        counter = [0, 0, next_id, shard.world_size]
-        return np.random.Generator(np.random.Philox(key=[seed, shard.rank], counter=counter))
+        return keyed_random(seed, rank, counter=(0, shard.rank, next_id, shard.world_size))
     try:
         found = msgspec.convert(saved, _Philox)
         philox = np.random.Philox(key=[0, 0])

@@ -10,6 +10,7 @@ A table is a few *strips*, each an array of rows of a fixed number of bytes, whi
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from math import prod
@@ -18,9 +19,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from forebay.dtypes import DTYPES, dtype_name, raw_dtype
+from forebay.dtypes import BFLOAT16, DTYPES, dtype_name, raw_dtype
 from forebay.errors import DamagedData, InvalidConfig, InvalidTrajectory
-from forebay.trajectory.data import STRING, Aligned, Leaf, Path, dotted
+from forebay.trajectory.data import STRING, Aligned, Leaf, Path, Trajectory, dotted
 
 __all__ = [
     "NEXT",
@@ -32,6 +33,7 @@ __all__ = [
     "check_optional",
     "fitted",
     "read_schema",
+    "schema_from",
     "schema_of",
 ]
 
@@ -41,8 +43,11 @@ NEXT: Path = ("#next",)
 VALID: Path = ("#valid",)
 """Of a step: whether it may be drawn."""
 
+_NESTED = ("forward_inputs", "curr_obs", "next_obs")
+_OPTIONAL = {item.name for item in dataclasses.fields(Trajectory)}
+_OPTIONAL -= {"max_episode_length", "model_weights_id", "rewards", "valid"}
 _PACKED_BYTES = 512
-_MAX_FIELDS, _MAX_ROW_BYTES, _MAX_DIMENSIONS = 1024, 2**30, 16
+_MAX_FIELDS, _MAX_ROW_BYTES, _MAX_DIMENSIONS, _MAX_DEPTH = 1024, 2**30, 16, 16
 _ALIGNMENT = 8
 
 
@@ -83,12 +88,21 @@ class Schema(msgspec.Struct, frozen=True):
                 )
             if not field.path or len(field.shape) > _MAX_DIMENSIONS or any(size < 0 for size in field.shape):
                 raise ValueError(f"{dotted(field.path)} has shape {list(field.shape)}")
-            if field.row_bytes > _MAX_ROW_BYTES:
+            # Also beside a 0, numpy wants sizes that could be.
+            if prod(max(size, 1) for size in field.shape) * field.raw.itemsize > _MAX_ROW_BYTES:
                 raise ValueError(f"{dotted(field.path)} has rows of {field.row_bytes} bytes; at most {_MAX_ROW_BYTES}")
-        for table in (self.steps, self.observations):
-            paths = {field.path for field in table}
-            if len(paths) != len(table) or any(path[:end] in paths for path in paths for end in range(1, len(path))):
-                raise ValueError("a field stands twice, or is inside another one")
+        paths = [field.path for field in self.steps]
+        paths += [(side, *field.path) for field in self.observations for side in ("curr_obs", "next_obs")]
+        for path in paths:
+            if (
+                path[0] not in _OPTIONAL | {"rewards"}
+                or (len(path) > 1) != (path[0] in _NESTED)
+                or len(path) > _MAX_DEPTH
+            ):
+                raise ValueError(f"{dotted(path)[:200]!r} is no field of a trajectory")
+        known = set(paths)
+        if len(known) != len(paths) or any(path[:end] in known for path in paths for end in range(1, len(path))):
+            raise ValueError("a field stands twice, or is inside another one")
 
 
 class Strip(NamedTuple):
@@ -178,8 +192,14 @@ def schema_of(found: Aligned, optional: Mapping[str, Any]) -> Schema:
     for name, fill in optional.items():
         path = tuple(name.split("."))
         # A number does not say what an array of it would look like; then the field comes with the first trajectory.
-        if path not in leaves and isinstance(fill, (np.ndarray, np.generic)):
-            leaves[path] = Field(path, _fill_dtype(name, fill), fill.shape)
+        if path not in leaves and isinstance(fill, (np.ndarray, np.generic, str)):
+            leaves[path] = Field(path, _fill_dtype(name, fill), np.shape(fill))
+    return schema_from(leaves)
+
+
+def schema_from(fields: Mapping[Path, Field]) -> Schema:
+    """The schema of these leaves, in whatever order they come: ranks that have the same ones lay out the same rows."""
+    leaves = {path: fields[path] for path in sorted(fields)}
     shared = [
         Field(path[1:], field.dtype, field.shape)
         for path, field in leaves.items()
@@ -232,40 +252,71 @@ def fitted(found: Aligned, schema: Schema, optional: Mapping[str, Any]) -> dict[
 
 def check_optional(optional: Mapping[str, Any]) -> None:
     for name, fill in optional.items():
-        if not isinstance(name, str) or name.split(".")[0] in ("rewards", "valid"):
+        first, *more = name.split(".") if isinstance(name, str) else ("",)
+        if first not in _OPTIONAL or bool(more) != (first in _NESTED) or not all(more):
             raise InvalidConfig(
-                f"optional names {name!r}; expected a field that may be missing, such as 'prev_logprobs'"
+                f"optional names {name!r}; expected a field that may be missing, such as 'prev_logprobs' or "
+                "'curr_obs.task'"
             )
-        if isinstance(fill, (bool, int, float, str, np.generic, np.ndarray)):
-            continue
-        raise InvalidConfig(
-            f"the fill of {name!r} is a {type(fill).__name__}; expected a number, text or a numpy array"
-        )
+        if not isinstance(fill, (bool, int, float, str, np.generic, np.ndarray)):
+            raise InvalidConfig(
+                f"the fill of {name!r} is a {type(fill).__name__}; expected a number, text or a numpy array"
+            )
+        dtype = _fill_dtype(name, fill)
+        if dtype == STRING and first not in _NESTED:
+            raise InvalidConfig(f"the fill of {name!r} is text; only forward_inputs and observations have text")
 
 
 def _same(one: Field | None, other: Field) -> bool:
     return one is not None and (one.dtype, one.shape) == (other.dtype, other.shape)
 
 
-def _fill_dtype(name: str, fill: np.ndarray[Any, Any] | np.generic) -> str:
-    found = dtype_name(fill.dtype)
+def _fill_dtype(name: str, fill: Any) -> str:
+    if isinstance(fill, str):
+        return STRING
+    dtype = np.asarray(fill).dtype
+    found = dtype_name(dtype)
     if found is None:
-        raise InvalidConfig(f"the fill of {name!r} is of dtype {fill.dtype}; expected one of {', '.join(DTYPES)}")
+        raise InvalidConfig(f"the fill of {name!r} is of dtype {dtype}; expected one of {', '.join(DTYPES)}")
     return found
 
 
 def _filled(path: Path, field: Field, fill: Any, found: Aligned) -> Leaf:
-    if field.dtype == STRING:
-        row = np.array(fill, object)
-    elif field.dtype == "BF16":
-        # The upper half of a float32; a fill is a plain number, so that rounding does not matter.
-        row = np.asarray(np.atleast_1d(np.asarray(fill, np.float32)).view(np.uint32) >> 16, np.uint16)
-    else:
-        row = np.asarray(fill).astype(field.raw)
+    row = np.array(fill, object) if field.dtype == STRING else _converted(path, field, fill)
+    if (field.dtype == STRING) != isinstance(fill, str):
+        raise InvalidTrajectory(f"the fill of {dotted(path)} is {fill!r:.100}; the trajectories here have {field}")
     try:
-        values = np.broadcast_to(row, (found.epochs, found.epoch_steps, found.envs, *field.shape))
+        row = np.broadcast_to(row, field.shape)
     except ValueError:
         raise InvalidTrajectory(
             f"the fill of {dotted(path)} has shape {list(np.shape(fill))}; the trajectories here have {field}"
         ) from None
-    return Leaf(field.dtype, field.shape, values)
+    return Leaf(
+        field.dtype, field.shape, np.broadcast_to(row, (found.epochs, found.epoch_steps, found.envs, *field.shape))
+    )
+
+
+def _converted(path: Path, field: Field, fill: Any) -> np.ndarray[Any, Any]:
+    """A fill in the dtype of its field; InvalidTrajectory if that would be another number."""
+    given = np.asarray(0 if isinstance(fill, str) else fill)
+    with np.errstate(all="ignore"):
+        if field.dtype == BFLOAT16:
+            row = _bfloat16_bits(given.astype(np.float32))
+            kept = np.isfinite(given.astype(np.float64)) <= (row & 0x7F80 != 0x7F80)
+        else:
+            row = given.astype(field.raw)
+            kept = row == given if field.raw.kind in "biu" else np.isfinite(given) <= np.isfinite(row)
+    if not np.all(kept):
+        raise InvalidTrajectory(f"the fill of {dotted(path)} is {fill!r:.100}, which {field} cannot hold")
+    return row
+
+
+def _bfloat16_bits(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The upper half of float32, rounded to the nearest (to even where two are as near), as torch does.
+
+    >>> [hex(bits) for bits in _bfloat16_bits(np.array([1.0, 0.1, np.inf], np.float32))]
+    ['0x3f80', '0x3dcd', '0x7f80']
+    """
+    bits = np.ascontiguousarray(values).reshape(values.shape).view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
+    return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)

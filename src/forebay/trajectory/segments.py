@@ -26,10 +26,28 @@ from forebay.trajectory.listing import Listing, SegmentRows
 from forebay.trajectory.schema import Layout
 from forebay.trajectory.space import Space, Table
 
-__all__ = ["SEGMENT_FILE", "Segment", "checksum", "doing", "file_names", "new_name", "open_files", "rows_in_files"]
+__all__ = [
+    "SEGMENT_FILE",
+    "MissingFile",
+    "Segment",
+    "checksum",
+    "doing",
+    "file_names",
+    "new_name",
+    "open_files",
+    "rows_in_files",
+]
 
 SEGMENT_FILE = re.compile(r"seg-[0-9a-f]{16}-[0-9]{1,4}\.col", re.ASCII)
 _NAME = re.compile(r"[0-9a-f]{16}", re.ASCII)
+
+
+class MissingFile(DamagedData):
+    """Kept apart from other damage: who writes may have let go of it just now."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} is missing")
+        self.path = path
 
 
 def new_name() -> str:
@@ -54,8 +72,10 @@ def doing(what: str, path: Path) -> Iterator[None]:
 class Segment:
     """A segment as this process knows it: where it is, and at which rows it is mapped."""
 
-    def __init__(self, directory: Path, name: str, rows: SegmentRows, *, sealed: bool) -> None:
+    def __init__(self, directory: Path, name: str, rows: SegmentRows, *, sealed: bool, problem: str = "") -> None:
         self.directory, self.name, self.rows, self.sealed = directory, name, rows, sealed
+        self.problem = problem  # why its files cannot be read
+        self.is_torn = False  # not all that was committed is there: nothing is added to it any more
         self.first_step = self.first_observation = 0
         self.capacity = rows
         self.mapped = False
@@ -71,6 +91,10 @@ class Segment:
             raise
         self.capacity, self.mapped = capacity, True
 
+    def has_files(self, layout: Layout) -> bool:
+        """Whether its files still have their names; what is mapped of them outlives those."""
+        return all((self.directory / name).exists() for name in file_names(self.name, layout))
+
     def unmap(self, space: Space) -> None:
         if self.mapped:
             self.mapped = False
@@ -84,11 +108,8 @@ def open_files(directory: Path, names: Sequence[str], files: FileOps) -> Iterato
     opened: list[tuple[int, int]] = []
     try:
         for name in names:
-            try:
-                with doing("open", directory / name):
-                    opened.append(_open(files, directory / name))
-            except FileNotFoundError:
-                raise DamagedData(f"{directory / name} is missing") from None
+            with doing("open", directory / name):
+                opened.append(_open(files, directory / name))
         yield opened
     finally:
         for descriptor, _ in opened:
@@ -100,7 +121,7 @@ def _open(files: FileOps, path: Path) -> tuple[int, int]:
     try:
         return files.open(path)
     except FileNotFoundError:
-        raise DamagedData(f"{path} is missing") from None
+        raise MissingFile(path) from None
     except NotAPlainFile:
         raise DamagedData(f"{path} is a symbolic link or a directory; expected a plain file") from None
 

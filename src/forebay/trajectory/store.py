@@ -61,6 +61,9 @@ class Store:
             raise InvalidConfig(
                 f"{self.directory} is a checkpoint, which is never written to; load it with load_checkpoint()"
             )
+        for name in (NAME, f"{NAME}.lock"):
+            if (self.directory / name).is_symlink():
+                raise DamagedData(f"{self.directory / name} is a symbolic link; a store has plain files only")
         if read_only:
             if not is_store(self.directory):
                 raise StorageError(f"there is no trajectory store in {self.directory}: {NAME} is missing")
@@ -69,12 +72,17 @@ class Store:
             check_file_system(self.directory)
             self._lock = ProcessLock(self.directory / f"{NAME}.lock")
         try:
-            self.catalogue = Catalogue(self.directory / NAME, read_only=read_only)
+            self.catalogue = Catalogue(
+                self.directory / NAME, read_only=read_only, may_create=not read_only and not self._segment_files()
+            )
+            self.catalogue.hold()
             schema = self.catalogue.schema()
             self.layout = None if schema is None else Layout(schema)
             self.texts = self.catalogue.texts()
             self.next_id = self.catalogue.number("next_id")
             self.floor_id = self.catalogue.number("floor_id")
+            if self.floor_id > self.next_id:
+                raise DamagedData(f"{self.catalogue.path} has floor_id {self.floor_id} and next_id {self.next_id}")
             self.left_out = 0  # trajectories that were damaged
         except BaseException:
             self.close(clean=False)
@@ -82,22 +90,37 @@ class Store:
 
     def load(self, space: Space | None) -> tuple[Listing, dict[int, Segment]]:
         """Every trajectory that is whole, and the segments by number, not mapped. For writing: sweep and mend."""
-        numbers = self.catalogue.segments()
+        numbers, clean = self.catalogue.segments(), self.catalogue.number("clean")
         if self.layout is None or space is None:
             if numbers:
                 raise DamagedData(f"{self.catalogue.path} has segments and no schema")
-            self._sweep({})
+            self.catalogue.release()
+            self._begin({})
             return Listing.empty(), {}
         listing = self.catalogue.listing()
+        self.catalogue.release()
+        if len(listing) and int(listing.rows["id"][-1]) >= self.next_id:
+            raise DamagedData(f"{self.catalogue.path} would give an id twice: next_id is {self.next_id}")
         segments = {number: self._segment(name, sealed) for number, (name, sealed) in numbers.items()}
+        if problems := {number: segment.problem for number, segment in segments.items() if segment.problem}:
+            # The process that writes may have let go of them since the catalogue was read.
+            still = self.catalogue.segments()
+            gone = [number for number in problems if number not in still]
+            segments = {number: segment for number, segment in segments.items() if number not in gone}
+            listing = listing.chosen(np.flatnonzero(~np.isin(listing.rows["segment"], gone)))
+            for number in problems.keys() - gone:
+                _log.warning("a segment cannot be read, and its trajectories are left out: %s", problems[number])
         listing = self._without_missing_rows(listing, segments)
         listing.check({number: segment.rows for number, segment in segments.items()}, self.layout, len(self.texts))
-        if not self.catalogue.number("clean"):
+        if not clean:
             listing = self._without_torn_rows(listing, segments, space)
+        self._begin(segments)
+        return listing, segments
+
+    def _begin(self, segments: dict[int, Segment]) -> None:
         if not self.read_only:
             self._sweep(segments)
             self.catalogue.set_meta(clean=0)
-        return listing, segments
 
     def committed(self) -> Listing:
         """What is durable now; read apart from the connection that writes."""
@@ -112,9 +135,11 @@ class Store:
         catalogue: Catalogue | None = getattr(self, "catalogue", None)
         try:
             if catalogue is not None:
-                if clean and not self.read_only:
-                    catalogue.set_meta(clean=1)
-                catalogue.close()
+                try:
+                    if clean and not self.read_only:
+                        catalogue.set_meta(clean=1)
+                finally:
+                    catalogue.close()
         finally:
             if self._lock is not None:
                 self._lock.release()
@@ -131,6 +156,10 @@ class Store:
             for path in reversed(missing):
                 self.files.make_directory(path)
 
+    def _segment_files(self) -> list[str]:
+        with doing("list", self.directory):
+            return [name for name in self.files.list_directory(self.directory) if SEGMENT_FILE.fullmatch(name)]
+
     def _segment(self, name: str, sealed: bool) -> Segment:
         """A segment with as many rows as its files have; none if one is missing."""
         assert self.layout is not None
@@ -141,8 +170,7 @@ class Store:
             with open_files(self.directory, names, self.files) as opened:
                 rows = rows_in_files([size for _, size in opened], self.layout)
         except DamagedData as error:
-            _log.warning("a segment cannot be read, and its trajectories are left out: %s", error)
-            rows = SegmentRows(0, 0)
+            return Segment(self.directory, name, SegmentRows(0, 0), sealed=sealed, problem=str(error))
         return Segment(self.directory, name, rows, sealed=sealed)
 
     def _without_missing_rows(self, listing: Listing, segments: dict[int, Segment]) -> Listing:
@@ -175,11 +203,13 @@ class Store:
         gone = listing.rows[~keep]
         _log.warning("%d trajectories %s and are left out: %s", len(gone), why, gone["id"][:20].tolist())
         self.left_out += len(gone)
-        if not self.read_only:
-            # Only of a segment that is written to again: of a sealed one a file may come back.
-            torn = [int(row["id"]) for row in gone if not getattr(segments.get(int(row["segment"])), "sealed", True)]
+        # Of a sealed segment, or of one that cannot be read, a file may come back.
+        torn = [row for row in gone if _is_torn(segments.get(int(row["segment"])))]
+        if not self.read_only and torn:
+            for row in torn:
+                segments[int(row["segment"])].is_torn = True
             with self.catalogue.transaction():
-                self.catalogue.remove(torn)
+                self.catalogue.remove([int(row["id"]) for row in torn])
         return listing.chosen(np.flatnonzero(keep))
 
     def _sweep(self, segments: dict[int, Segment]) -> None:
@@ -187,11 +217,15 @@ class Store:
         if self.read_only:
             return
         known = {segment.name for segment in segments.values()}
-        with suppress(OSError):
-            for name in self.files.list_directory(self.directory):
-                if SEGMENT_FILE.fullmatch(name) and name.split("-")[1] not in known:
+        with suppress(StorageError):
+            for name in self._segment_files():
+                if name.split("-")[1] not in known:
                     with suppress(OSError):
                         self.files.remove(self.directory / name)
+
+
+def _is_torn(segment: Segment | None) -> bool:
+    return segment is not None and not segment.sealed and not segment.problem
 
 
 def map_segment(segment: Segment, space: Space, files: FileOps) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,17 @@ class Texts:
     def __init__(self, known: list[str]) -> None:
         self.known: list[str] = []
         self._codes: dict[str, int] = {}
+        self._tables = [0]
         self.extend(known)
 
-    def extend(self, texts: Iterable[str]) -> int:
-        """Add a table of its own behind the others; where it begins."""
+    def extend(self, texts: list[str]) -> int:
+        """Add a table of its own behind the others, unless it is there; where it begins."""
+        for start in self._tables:
+            # Otherwise a buffer that saves and loads again and again would double its texts each time.
+            if self.known[start : start + len(texts)] == texts:
+                return start
         start = len(self.known)
+        self._tables.append(start)
         for code, text in enumerate(texts, start):
             self.known.append(text)
             self._codes.setdefault(text, code)

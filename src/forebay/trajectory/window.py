@@ -110,7 +110,7 @@ class Window:
         if segment != IN_MEMORY:
             self._leave_segment(segment)
         elif self._movable and self._movable[0][0] == slot:
-            self._movable.popleft()
+            self._leave_segment(self._movable.popleft()[1])
             self._let_go(rows)
         elif self._pending.pop(number, None) is not None:
             self._orphans[number] = rows
@@ -132,6 +132,7 @@ class Window:
                 continue
             slot = self._pending.pop(number)
             found = self.segments[segment]
+            found.in_window += 1  # its rows are in memory still, but are going to be read from there
             first_observation = found.first_observation + place.observations
             self._movable.append((slot, segment, found.first_step + place.steps, first_observation))
         while len(self._movable) > self._resident:
@@ -146,7 +147,6 @@ class Window:
         slot, segment, first_step, first_observation = self._movable.popleft()
         row = self.index.rows[slot - self.index.slots.first]
         rows = _rows_of(row)
-        self.segments[segment].in_window += 1
         row["segment"], row["first_step"], row["first_observation"] = segment, first_step, first_observation
         self._let_go(rows)
 
@@ -186,4 +186,5 @@ class Window:
         ends = (in_memory["first_step"] + in_memory["steps"] * in_memory["envs"])[order]
         assert (in_memory["first_step"][order][1:] >= ends[:-1]).all()
         for number, segment in self.segments.items():
-            assert segment.in_window == int((listing.rows["segment"] == number).sum())
+            movable = sum(item[1] == number for item in self._movable)
+            assert segment.in_window == int((listing.rows["segment"] == number).sum()) + movable

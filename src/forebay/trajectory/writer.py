@@ -101,12 +101,14 @@ class Writer:
         self._texts_written = len(store.texts)
         self._schema_written = store.layout is not None
         self._open: _Open | None = None
+        self._full: list[_Open] = []  # to be sealed
         self._last_id: dict[int, int] = {}
         self._floor_id = self._floor_written = store.floor_id
         self._retain_from = 0
         self._busy = self._stopping = False
         self.holds = 0  # somebody links files of segments: none may be removed
-        self.pending_bytes = 0
+        self.removing = False  # files are being removed
+        self.pending_bytes = 0  # of what waits, and of what is being copied to wait
         self.durable_id = store.next_id - 1
         self.error: ForebayError | None = None
         self._thread = threading.Thread(target=self._run, name="forebay-trajectories", daemon=True)
@@ -121,12 +123,16 @@ class Writer:
             ids = rows["id"][rows["segment"] == number]
             self._last_id[number] = int(ids.max()) if len(ids) else -1
         opened = sorted(number for number, segment in self.segments.items() if not segment.sealed)
+        whole = [number for number in opened if not self.segments[number].problem and not self.segments[number].is_torn]
         if opened:
+            # A reader may look at rows that were found torn here: they are not cut off.
             with self._store.catalogue.transaction():
-                for number in opened[:-1]:
-                    self._store.catalogue.seal_segment(number)
-                    self.segments[number].sealed = True
-            self._continue(opened[-1], rows[rows["segment"] == opened[-1]])
+                for number in opened:
+                    if number not in whole[-1:]:
+                        self._store.catalogue.seal_segment(number)
+                        self.segments[number].sealed = True
+        for number in whole[-1:]:
+            self._continue(number, rows[rows["segment"] == number])
         self._thread.start()
 
     def _continue(self, number: int, rows: np.ndarray[Any, Any]) -> None:
@@ -160,7 +166,6 @@ class Writer:
 
     def submit(self, jobs: list[Job]) -> None:
         self._jobs += jobs
-        self.pending_bytes += sum(job.bytes for job in jobs)
         self._changed.notify_all()
 
     def retain(self, from_id: int) -> None:
@@ -175,8 +180,12 @@ class Writer:
         self._changed.notify_all()
 
     @property
+    def floor_waits(self) -> bool:
+        return self._floor_id != self._floor_written
+
+    @property
     def idle(self) -> bool:
-        return not self._jobs and not self._busy and self._floor_id == self._floor_written and not self._removable()
+        return not self._jobs and not self._busy and not self.floor_waits and not self._removable()
 
     def stop(self) -> None:
         self._stopping = True
@@ -188,10 +197,16 @@ class Writer:
         if self._thread.ident is not None:
             self._thread.join()
         if self._open is not None:
-            for descriptor in self._open.descriptors:
+            self._full.append(self._open)
+            self._open = None
+        self._close_full()
+        del self._made_durable  # so that the buffer, and its range of addresses, end with their last user
+
+    def _close_full(self) -> None:
+        while self._full:
+            for descriptor in self._full.pop().descriptors:
                 with suppress(OSError):
                     self._files.close(descriptor)
-            self._open = None
 
     # --- the thread
 
@@ -208,35 +223,38 @@ class Writer:
                 jobs = list(self._jobs)
                 self._jobs.clear()
                 removable, floor_id = self._removable(), self._floor_id
+                self.removing = bool(removable)
             try:
                 places, sealed = self._commit(jobs, removable, floor_id)
+                with self._changed:
+                    self._floor_written = floor_id
+                    self._forget(removable)
+                    self.removing = False
+                    self.pending_bytes -= sum(job.bytes for job in jobs)
+                    for segment in sealed:  # not before: what just became durable is going to be read from it
+                        segment.sealed = True
+                    if jobs:
+                        self.durable_id = jobs[-1].id
+                        self._made_durable(jobs, places, sealed)
+                    self._changed.notify_all()
             except BaseException as error:
                 with self._changed:
                     self.error = _as_error(error)
-                    self._busy = False
+                    self._busy = self.removing = False
                     self._jobs.extendleft(reversed(jobs))
                     self._changed.notify_all()
                 return
-            with self._changed:
-                self._floor_written = floor_id
-                self._forget(removable)
-                self.pending_bytes -= sum(job.bytes for job in jobs)
-                if jobs:
-                    self.durable_id = jobs[-1].id
-                    self._made_durable(jobs, places, sealed)
-                self._changed.notify_all()
 
     def _commit(
         self, jobs: list[Job], removable: list[int], floor_id: int
     ) -> tuple[list[tuple[int, SegmentRows]], list[Segment]]:
         texts = self._texts[self._texts_written :]
-        sealed: list[_Open] = []
         new: list[_Open] = []
         places: list[tuple[int, SegmentRows]] = []
         rows: list[Listing] = []
         grouped: dict[int, tuple[_Open, list[Job]]] = {}
         for job in jobs:
-            opened = self._room_for(job, sealed, new)
+            opened = self._room_for(job, new)
             place = opened.segment.rows
             places.append((opened.number, place))
             opened.segment.rows = SegmentRows(
@@ -268,7 +286,7 @@ class Writer:
             catalogue.add_texts(self._texts_written, texts)
             for opened in new:
                 catalogue.add_segment(opened.number, opened.segment.name)
-            for opened in sealed:
+            for opened in self._full:
                 catalogue.seal_segment(opened.number)
             for number in removable:
                 catalogue.remove_segment(number)
@@ -279,15 +297,13 @@ class Writer:
         self._texts_written += len(texts)
         self._schema_written = self._schema_written or bool(jobs)
         self._retained_bytes += sum(job.bytes for job in jobs)
-        for opened in sealed:
-            opened.segment.sealed = True
-            for descriptor in opened.descriptors:
-                self._files.close(descriptor)
+        sealed = [opened.segment for opened in self._full]
+        self._close_full()
         for number in removable:
             self._remove_files(self.segments[number])
-        return places, [opened.segment for opened in sealed]
+        return places, sealed
 
-    def _room_for(self, job: Job, sealed: list[_Open], new: list[_Open]) -> _Open:
+    def _room_for(self, job: Job, new: list[_Open]) -> _Open:
         opened = self._open
         if opened is not None:
             rows, capacity = opened.segment.rows, opened.segment.capacity
@@ -297,7 +313,8 @@ class Writer:
                 and rows.observations + job.prepared.observations <= capacity.observations
             ):
                 return opened
-            sealed.append(opened)
+            self._full.append(opened)
+            self._open = None
         self._open = self._new_segment(job)
         new.append(self._open)
         return self._open

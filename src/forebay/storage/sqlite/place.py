@@ -16,7 +16,7 @@ from pathlib import Path
 
 from forebay.errors import InvalidConfig, StorageInUse
 
-__all__ = ["ProcessLock", "check_file_system", "file_system_of"]
+__all__ = ["ProcessLock", "check_file_system", "file_system_of", "holder_of"]
 
 _NETWORK = (
     "nfs",
@@ -64,6 +64,24 @@ def check_file_system(path: Path) -> None:
             f"{path} is on a network file system ({kind}), where SQLite's write-ahead log can corrupt the store; use a "
             "local disk"
         )
+
+
+def holder_of(path: Path) -> str | None:
+    """Who has the store open for writing, as its lock file says; None if nobody has."""
+    try:
+        descriptor = os.open(path.with_name(path.name + ".lock"), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        # Shared, and only for this moment: the lock is asked for, not wanted.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise
+        return os.read(descriptor, 200).decode(errors="replace") or "another process"
+    finally:
+        os.close(descriptor)
 
 
 class ProcessLock:
