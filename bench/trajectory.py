@@ -55,7 +55,7 @@ class Settings(NamedTuple):
 
 
 FULL = Settings(61, (100, 1_000, 5_000), (1_000, 5_000), 1_000, True, 50_000, 301, 9, 50_000, 20.0, 60.0, 60.0)
-QUICK = Settings(31, (100, 1_000), (300,), 300, False, 50_000, 101, 5, 3_000, 4.0, 5.0, 3.0)
+QUICK = Settings(31, (100, 1_000), (200,), 200, False, 50_000, 101, 5, 2_000, 3.0, 5.0, 3.0)
 
 
 def sampling(buffer: TrajectoryReplayBuffer, count: int) -> Contender:

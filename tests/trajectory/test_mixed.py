@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from forebay.errors import InvalidConfig, InvalidInput, WaitTimeout
 from forebay.trajectory import MixedReplay, TrajectoryReplayBuffer
-from tests.trajectory.tagged import Made, assert_rows, flat, make, plain
+from tests.trajectory.tagged import Made, assert_rows, flat, make, nested, plain
 
 torch = pytest.importorskip("torch")
 
@@ -33,7 +33,8 @@ def tiny(**options: Any) -> TrajectoryReplayBuffer:
 
 
 def counts(batch: dict[str, Any], sources: int) -> list[int]:
-    return np.bincount(plain(batch["source"]), minlength=sources).tolist()
+    found: list[int] = np.bincount(plain(batch["source"]), minlength=sources).tolist()
+    return found
 
 
 def test_a_batch_is_grouped_by_source_and_every_row_is_of_it() -> None:
@@ -51,13 +52,7 @@ def test_a_batch_is_grouped_by_source_and_every_row_is_of_it() -> None:
                 part[name] = (
                     [leaf[i] for i in np.flatnonzero(source == k)] if isinstance(leaf, list) else leaf[source == k]
                 )
-            assert_rows(nested_of(part), dict(enumerate(made)), newest=len(made) - 1, also=["source"])
-
-
-def nested_of(named: dict[str, Any]) -> dict[str, Any]:
-    from tests.trajectory.tagged import nested
-
-    return nested(named)
+            assert_rows(nested(part), dict(enumerate(made)), newest=len(made) - 1, also=["source"])
 
 
 def test_shuffling_mixes_whole_rows() -> None:
@@ -137,7 +132,7 @@ def test_buffers_with_other_fields_are_refused_with_the_difference() -> None:
         named["actions"] = named["actions"].astype(np.float64)
         three.add_trajectories([named])
         with pytest.raises(
-            InvalidInput, match="source 1 has other fields than the first one: .*STRING.* instead of missing"
+            InvalidInput, match=r"source 1 has other fields than the first one: .*STRING.* instead of missing"
         ):
             MixedReplay({one: 1, two: 1}).sample(4)
         with pytest.raises(InvalidInput, match=r"actions is F64 \[T, B, 3\] instead of F32 \[T, B, 3\]"):
@@ -202,7 +197,7 @@ def test_what_comes_next_can_be_saved() -> None:
 
 @pytest.mark.parametrize(
     "state",
-    [{}, {"credits": {}}, {"credits": 5, "random": {}}, {"credits": {"0": "1e9"}, "random": {}}, None, 3],
+    [{}, {"credits": {}}, {"credits": 5, "random": {}}, {"credits": {"0": "1/0"}, "random": {}}, None, 3],
     ids=repr,
 )
 def test_a_state_that_is_none_is_refused(state: Any) -> None:

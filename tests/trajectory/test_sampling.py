@@ -268,6 +268,19 @@ def test_what_ends_a_sequence() -> None:
             buffer.sample(5, sequence_length=4)
 
 
+@pytest.mark.parametrize("flag", ["dones", "terminations", "truncations"])
+@pytest.mark.parametrize("kind", ["bool", "uint8", "float32", "bfloat16"])
+def test_each_flag_alone_ends_a_sequence(flag: str, kind: str) -> None:
+    """Also one of the primitive steps of an action chunk, and also as a number."""
+    flags = torch.zeros(6, 2, 3)
+    flags[2, 1, 0] = flags[4, 0, 2] = 1
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([small(0, 6, 2, **{flag: flags.to(getattr(torch, kind))})])
+        batch = buffer.sample(300, sequence_length=2)
+        pairs = {(t, b) for (t, _), (b, _) in zip(batch["step"].tolist(), batch["env"].tolist(), strict=True)}
+    assert pairs == {(t, b) for t in range(5) for b in range(2)} - {(2, 1), (4, 0)}
+
+
 def test_a_run_never_goes_on_from_one_environment_into_the_next() -> None:
     """Their rows are neighbours, and without observations nothing else tells them apart."""
     with TrajectoryReplayBuffer() as buffer:
@@ -369,6 +382,36 @@ def test_batches_do_not_depend_on_where_rows_are(options: dict[str, Any], tmp_pa
             assert_equal_batches(batches[0], batches[1])
             assert_equal_batches(batches[0], batches[2])
             assert_rows(batches[1], made, newest=max(made))
+
+
+def test_saving_and_loading_again_and_again_keeps_texts_as_they_are(tmp_path: Path) -> None:
+    """Each load used to add all texts once more, so that they doubled with every round."""
+    made = {k: make(k) for k in range(3)}
+    with TrajectoryReplayBuffer() as demo:
+        demo.add_trajectories([one.given for one in made.values()])
+        demo.save_checkpoint(tmp_path / "demo")
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+        buffer.add_trajectories([make(9, weights="other").given])
+        buffer.load_checkpoint(tmp_path / "demo")
+        assert_rows(buffer.sample(60), made)
+        count = len(buffer.texts())
+        for turn in range(4):
+            buffer.save_checkpoint(tmp_path / str(turn))
+            buffer.load_checkpoint(tmp_path / str(turn))
+            buffer.load_checkpoint(tmp_path / "demo")
+            assert_rows(buffer.sample(60), made)
+            assert buffer.trajectory(0).curr_obs["task"] == made[0].want["curr_obs.task"].tolist()
+        assert len(buffer.texts()) == count
+    counts = []
+    for turn in range(4):  # a run that is resumed again and again, in its own directory
+        with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store") as buffer:
+            buffer.load_checkpoint(tmp_path / str(turn + 3))
+            new = buffer.add_trajectories([make(turn + 20, text=True).given])[0]
+            made[new] = make(turn + 20)
+            assert_rows(buffer.sample(60), made)
+            buffer.save_checkpoint(tmp_path / str(turn + 4))
+            counts.append(len(buffer.texts()))
+    assert max(np.diff(counts)) < 30
 
 
 def test_torch_and_numpy_draw_the_same() -> None:
@@ -888,6 +931,24 @@ def test_arrays_of_the_caller_are_not_held_while_they_wait_to_be_written(tmp_pat
             assert gone() is None
         finally:
             files.go.set()
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["memory", "directory"])
+def test_a_buffer_that_was_closed_and_dropped_gives_everything_back(stored: bool, tmp_path: Path) -> None:
+    """At once, not when the garbage collector comes by: it may be gigabytes, and a range of addresses."""
+    gc.collect()
+    gc.disable()
+    try:
+        buffer = TrajectoryReplayBuffer(auto_save=stored, auto_save_path=tmp_path)
+        buffer.add_trajectories([make(0).given])
+        buffer.sample(5, sequence_length=2)
+        assert buffer._window is not None
+        gone = [weakref.ref(thing) for thing in (buffer, buffer._window.space, buffer._pool)]
+        buffer.close()
+        del buffer
+        assert [reference() for reference in gone] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def shapes_of(batch: Mapping[str, Any]) -> Sequence[tuple[int, ...]]:

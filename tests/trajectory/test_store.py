@@ -12,6 +12,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from forebay.files import FileOps
 from forebay.trajectory import TrajectoryReplayBuffer
 from forebay.trajectory.catalogue import Catalogue
 from forebay.trajectory.gather import Gatherer
+from forebay.trajectory.region import PAGE_BYTES, Region
 from forebay.trajectory.segments import file_names
 from forebay.trajectory.space import Space
 from forebay.trajectory.store import Store
@@ -262,13 +264,13 @@ def test_a_number_that_could_not_be_read_back_is_refused(tmp_path: Path) -> None
         assert buffer.trajectory(0).max_episode_length == 2**62
 
 
-def test_rows_that_are_resident_are_found_in_their_file_later() -> None:
+def test_rows_that_are_resident_are_found_in_their_file_later(tmp_path: Path) -> None:
     """Previously the file of a sealed segment was unmapped while rows of it were still to be read from it."""
     apart(
         """
 class Tiny(Buffer):
     _segment_bytes = 6_000
-for cache in (0, 1, 5):
+for cache in (0, 5):
     for window in (1, 4, 0):
         path = Path(sys.argv[1]) / f"{cache}-{window}"
         with opened(path, Tiny, cache_size=cache, sample_window_size=window, retain="window") as buffer:
@@ -280,11 +282,11 @@ for cache in (0, 1, 5):
             check_batch(buffer.sample(300))
         shutil.rmtree(path)
 """,
-        _scratch(),
+        tmp_path,
     )
 
 
-def test_rows_that_become_durable_while_their_segment_is_left_can_be_drawn() -> None:
+def test_rows_that_become_durable_while_their_segment_is_left_can_be_drawn(tmp_path: Path) -> None:
     """Previously a segment was sealed, and could be unmapped, before what had just been written to it was counted."""
     apart(
         """
@@ -312,7 +314,7 @@ assert not adds
 check_all(buffer, range(2, 6))
 buffer.close()
 """,
-        _scratch(),
+        tmp_path,
     )
 
 
@@ -345,11 +347,99 @@ def test_many_buffers_that_nobody_closed_do_not_use_up_the_addresses() -> None:
         assert buffer._window.space.steps.rows > 2**30, "as many as the first one has"
 
 
-def _scratch() -> Path:
-    """A directory under the one of pytest's temporary files."""
-    import tempfile
+def test_memory_that_grows_stays_out_of_files_that_are_mapped(tmp_path: Path) -> None:
+    """Previously it was doubled on into them, where few addresses could be had (ulimit -v)."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * PAGE_BYTES)
+    region = Region(10 * 2**20)
+    with path.open("rb") as file:
+        region.map_file(5 * 2**20, file.fileno(), PAGE_BYTES)
+    for until in (1, 2**22 + 1, 5 * 2**20):
+        region.commit(until)
+        region.bytes[until - 1] = 7
+    assert (region.bytes[5 * 2**20 : 5 * 2**20 + PAGE_BYTES] == ord("x")).all()
 
-    return Path(tempfile.mkdtemp(prefix="trajectories-"))
+
+def test_everything_at_once_from_threads(tmp_path: Path) -> None:
+    """No error, no torn row, no crash: with segments and windows so small that everything happens all the time."""
+    for segment_bytes, window, cache in ((1, 6, 0), (15_000, 20, 5)):
+        counts = apart(STRESS, tmp_path / "root", segment_bytes, window, cache, 2.0).split()
+        assert all(int(count) > 5 for count in counts), counts
+
+
+@pytest.mark.slow
+def test_everything_at_once_from_threads_for_a_minute(tmp_path: Path) -> None:
+    for segment_bytes, window, cache in ((1, 6, 0), (15_000, 20, 5), (4_000, 0, 2), (10**6, 30, 100)):
+        apart(STRESS, tmp_path / "root", segment_bytes, window, cache, 15.0)
+
+
+STRESS = """
+import itertools, random
+from forebay.errors import InvalidInput
+root, segment, window, cache, seconds = Path(sys.argv[1]), *map(int, sys.argv[2:5]), float(sys.argv[5])
+class Tiny(Buffer):
+    _segment_bytes = segment
+limits = {"max_transitions": 40} if not window else {"retain": "window"}
+buffer = opened(root / "store", Tiny, sample_window_size=window, cache_size=cache, **limits)
+keys, ended, failed, counts = itertools.count(), threading.Event(), [], {}
+def add(chance):
+    durable = chance.random() < 0.3
+    buffer.add_trajectories([make(next(keys)) for _ in range(chance.choice((1, 1, 3)))], durable=durable)
+def sample(chance):
+    try:
+        check_batch(buffer.sample(chance.choice((1, 32, 200))), by_id=False)
+        buffer.sample(4, sequence_length=2)
+    except InvalidInput as error:
+        assert "none" in str(error), error
+def read(chance):
+    ids = ids_of(buffer)
+    if ids:
+        try:
+            found = buffer.trajectory(chance.choice(ids))
+        except InvalidInput as error:
+            assert "not in the window" in str(error), error
+        else:
+            check_trajectory(found, int(found.versions[0, 0]))
+    buffer.get_stats()
+    buffer._check()
+def change(chance):
+    which = chance.random()
+    if which < 0.4:
+        buffer.save_checkpoint(root / str(chance.randrange(2)))
+    elif which < 0.8:
+        buffer.load_checkpoint(root / str(chance.randrange(2)), verify=chance.random() < 0.5)
+    elif which < 0.9:
+        buffer.clear_cache()
+    else:
+        buffer.clear()
+def forever(work, seed):
+    chance = random.Random(seed)
+    try:
+        while not ended.is_set():
+            work(chance)
+            counts[work] = counts.get(work, 0) + 1
+    except BaseException:
+        ended.set()
+        raise
+threading.excepthook = lambda found: failed.append(found.exc_value)
+add(random.Random(0))
+for name in "01":
+    buffer.save_checkpoint(root / name)
+works = (add, add, sample, sample, read, change)
+threads = [threading.Thread(target=forever, args=(work, seed)) for seed, work in enumerate(works)]
+for thread in threads:
+    thread.start()
+ended.wait(seconds)
+ended.set()
+for thread in threads:
+    thread.join()
+if failed:
+    raise failed[0]
+buffer._check()
+buffer.close()
+shutil.rmtree(root)
+print(*counts.values())
+"""
 
 
 # --- torn ---------------------------------------------------------------------------------------------
@@ -436,7 +526,7 @@ def test_g07_a_torn_tail_costs_the_torn_trajectories_only(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("session", ["first", "second"])
 @pytest.mark.usefixtures("_quiet")
-def test_g07_flipped_bytes_after_an_unclean_stop_cost_their_trajectory_only(tmp_path: Path, session: str) -> None:
+def test_g07_flipped_bytes_after_an_unclean_stop_cost_no_other_trajectories(tmp_path: Path, session: str) -> None:
     """Previously nothing was checked if the process that made the store was killed."""
     if session == "second":
         filled(tmp_path / "a", range(3), Large)
@@ -524,9 +614,10 @@ def test_g07_a_lost_or_cut_off_segment_costs_its_trajectories_only(tmp_path: Pat
         check_all(buffer, range(60))
 
 
+@pytest.mark.parametrize("retain", ["all", "window"])
 @pytest.mark.parametrize("sealed", [1, 0], ids=["sealed", "open"])
 @pytest.mark.usefixtures("_quiet")
-def test_g07_trajectories_of_a_file_that_comes_back_are_back(tmp_path: Path, sealed: int) -> None:
+def test_g07_trajectories_of_a_file_that_comes_back_are_back(tmp_path: Path, sealed: int, retain: str) -> None:
     """Previously a store whose open segment had lost a file could not be opened for writing any more."""
     directory = filled(tmp_path, range(60))
     with sqlite3.connect(directory / "catalogue.db") as catalogue:
@@ -537,14 +628,15 @@ def test_g07_trajectories_of_a_file_that_comes_back_are_back(tmp_path: Path, sea
     lost = directory / f"seg-{name}-1.col"
     lost.rename(tmp_path / "elsewhere")
     left = [key for key in range(60) if key not in ids]
-    with opened(tmp_path) as buffer:
+    with opened(tmp_path, retain=retain) as buffer:
         check_all(buffer, left)
         assert buffer.add_trajectories([make(60)], durable=True) == [60]
+        settle(buffer)
         buffer.save_checkpoint(tmp_path / "checkpoint")
-    with opened(tmp_path) as buffer:
+    with opened(tmp_path, retain=retain) as buffer:
         check_all(buffer, [*left, 60])
     (tmp_path / "elsewhere").rename(lost)
-    with opened(tmp_path) as buffer:
+    with opened(tmp_path, retain=retain) as buffer:
         check_all(buffer, range(61))
     with TrajectoryReplayBuffer(sample_window_size=0, arrays="numpy") as buffer:
         buffer.load_checkpoint(tmp_path / "checkpoint")
@@ -628,6 +720,64 @@ def test_leftovers_of_a_stop_are_swept_and_other_files_are_left_alone(tmp_path: 
     assert names.isdisjoint(leftovers)
 
 
+def test_g07_rows_are_on_disk_before_their_trajectories_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power loss takes is what was not synced: at every commit that is nothing which it lists."""
+    unsynced: set[int] = set()  # descriptors
+    unnamed: set[str] = set()  # files whose names are not on disk yet
+    directories: set[int] = set()
+    commits = []
+
+    class Watched(FileOps):
+        def create(self, path: Path) -> int:
+            unnamed.add(path.name)
+            return super().create(path)
+
+        def write(self, descriptor: int, parts: Sequence[Any]) -> None:
+            unsynced.add(descriptor)
+            super().write(descriptor, parts)
+
+        def open_directory(self, path: Path) -> int:
+            descriptor = super().open_directory(path)
+            directories.add(descriptor)
+            return descriptor
+
+        def sync(self, descriptor: int) -> None:
+            super().sync(descriptor)
+            unsynced.discard(descriptor)
+            if descriptor in directories:
+                unnamed.clear()
+
+        def close(self, descriptor: int) -> None:
+            assert descriptor not in unsynced
+            directories.discard(descriptor)
+            super().close(descriptor)
+
+    class Synced(Buffer):
+        _segment_bytes = 8_000
+        _files = Watched()
+
+    add = Catalogue.add
+
+    def listed(self: Catalogue, listing: Any) -> None:
+        assert not unsynced
+        assert not unnamed
+        assert self._db.execute("PRAGMA synchronous").fetchone() == (2,)
+        assert self._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        commits.append(len(listing))
+        add(self, listing)
+
+    monkeypatch.setattr(Catalogue, "add", listed)
+    for first in (0, 20):
+        with opened(tmp_path, Synced) as buffer:
+            for key in range(first, first + 20):
+                buffer.add_trajectories([make(key)], durable=key % 3 == 0)
+    assert sum(commits) == 40
+    with opened(tmp_path) as buffer:
+        check_all(buffer, range(40))
+
+
 # --- one writes, many read ----------------------------------------------------------------------------
 
 
@@ -675,7 +825,7 @@ def test_g02_trajectories_are_whole_for_who_opens_a_store_that_is_written(
 
     def write() -> None:
         try:
-            for key in range(400):
+            for key in range(250):
                 writer.add_trajectories([make(key)], durable=key % 4 == 0)
         except BaseException as error:
             failed.append(error)
@@ -683,6 +833,7 @@ def test_g02_trajectories_are_whole_for_who_opens_a_store_that_is_written(
 
     writer.add_trajectories([make(0)], durable=True)
     writer.clear()
+    writer.flush()
     thread = threading.Thread(target=write)
     opens, last = 0, -1
     with pytest.raises(AssertionError, match="rewards"):
@@ -711,7 +862,7 @@ def test_g02_trajectories_are_whole_for_who_opens_a_store_that_is_written(
 @pytest.mark.parametrize("stop", ["clean", "unclean"])
 def test_a_store_in_a_directory_that_may_not_be_written_can_be_read(stop: str) -> None:
     """Previously SQLite wanted to write beside a catalogue that nobody had open."""
-    root = _scratch()
+    root = Path(tempfile.mkdtemp(prefix="trajectories-"))  # pytest's own may not be entered by others
     root.chmod(0o755)
     if stop == "clean":
         directory = filled(root / "store", range(20))
@@ -732,12 +883,12 @@ with TrajectoryReplayBuffer(arrays="numpy") as buffer:
     check_batch(buffer.sample(100))
 try:
     opened(Path(sys.argv[1]))
-except (StorageError, PermissionError) as error:
+except StorageError as error:
     print(type(error).__name__)
 """,
         root / "store",
     )
-    assert found.split() in (["StorageError"], ["PermissionError"])
+    assert found.split() == ["StorageError"]
     directory.chmod(0o755)
     shutil.rmtree(root)
 

@@ -83,8 +83,8 @@ class TrajectoryReplayBuffer:
         arrays: Literal["torch", "numpy"] | None = None,
     ) -> None:
         self.seed, self.rank = whole_number("seed", seed, least=0), whole_number("rank", rank, least=0)
-        if self.seed >= 2**64 or self.rank >= 10**9:
-            raise InvalidConfig(f"seed is {seed} and rank is {rank}; expected at most {2**64 - 1} and {10**9 - 1}")
+        if self.seed >= 2**64 or self.rank >= 2**64:
+            raise InvalidConfig(f"seed is {seed} and rank is {rank}; expected at most {2**64 - 1}")
         window = whole_number("sample_window_size", sample_window_size, least=0)
         cached = whole_number("cache_size", cache_size, least=0) if enable_cache else 0
         self._limits = Limits(window, _limit("max_transitions", max_transitions), _limit("max_bytes", max_bytes))

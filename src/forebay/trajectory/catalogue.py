@@ -21,7 +21,7 @@ import numpy as np
 
 from forebay.errors import DamagedData, StorageError
 from forebay.trajectory.listing import ROW, Listing
-from forebay.trajectory.schema import Layout, Schema, read_schema
+from forebay.trajectory.schema import Layout, Schema, check_names, read_schema
 
 __all__ = ["FORMAT", "NAME", "Catalogue"]
 
@@ -157,7 +157,9 @@ class Catalogue:
             return None
         if not isinstance(data, str):
             raise DamagedData(f"{self.path} has a schema that is no text")
-        return read_schema(data.encode())
+        schema = read_schema(data.encode())
+        check_names(schema)
+        return schema
 
     def texts(self) -> list[str]:
         with self._doing("read"):

@@ -42,7 +42,7 @@ from forebay.publish import (
 )
 from forebay.trajectory.catalogue import FORMAT, NAME
 from forebay.trajectory.listing import ROW, Listing, SegmentRows
-from forebay.trajectory.schema import Layout, Schema
+from forebay.trajectory.schema import Layout, Schema, check_names
 from forebay.trajectory.segments import (
     SEGMENT_FILE,
     MissingFile,
@@ -79,7 +79,7 @@ ENVELOPE = Envelope(FORMAT, 1)
 
 _OURS = re.compile(rf"{SEGMENT_FILE.pattern}|index-[0-9a-f]{{16}}\.rows", re.ASCII)
 _INDEX = re.compile(r"index-[0-9a-f]{16}\.rows", re.ASCII)
-_RANK = re.compile(r"rank_([0-9]{1,9})", re.ASCII)
+_RANK = re.compile(r"rank_([0-9]{1,20})", re.ASCII)
 _COPY_BYTES = 8 * 2**20
 _SEGMENT_BYTES = 256 * 2**20
 
@@ -108,7 +108,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
     index_crc32: Count
     next_id: Count
     seed: Annotated[int, Meta(ge=0)]
-    rank: Count
+    rank: Annotated[int, Meta(ge=0)]
     random: dict[str, Any] | None = None
 
 
@@ -396,6 +396,7 @@ def _contents(directory: Path, body: bytes, part: str, files: FileOps) -> Conten
             rank=found.rank,
             random=found.random,
         )
+    check_names(found.schema)
     layout = Layout(found.schema)
     segments = {}
     for number, entry in enumerate(found.segments):

@@ -107,9 +107,9 @@ class MixedReplay:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another one stood; InvalidInput if that is not what `state_dict` gave."""
         try:
-            credits = load_credits(state["credits"])
+            credits = load_credits(dict(state["credits"]))
             random = restored_random(dict(state["random"]), 0, Shard(0, 1), 0)
-        except (KeyError, TypeError, ValueError, DamagedData) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError, DamagedData) as error:
             raise InvalidInput(f"this is no state of a mix: {type(error).__name__}: {error}") from None
         with self._lock:
             self._credits, self._random = credits, random

@@ -30,6 +30,7 @@ __all__ = [
     "Layout",
     "Schema",
     "Strip",
+    "check_names",
     "check_optional",
     "fitted",
     "read_schema",
@@ -86,23 +87,17 @@ class Schema(msgspec.Struct, frozen=True):
                 raise ValueError(
                     f"{dotted(field.path)} is of dtype {field.dtype[:100]!r}; expected {', '.join(DTYPES)}"
                 )
-            if not field.path or len(field.shape) > _MAX_DIMENSIONS or any(size < 0 for size in field.shape):
+            if not 0 < len(field.path) <= _MAX_DEPTH:
+                raise ValueError(f"a field has a path of {len(field.path)} names; expected 1 to {_MAX_DEPTH}")
+            if len(field.shape) > _MAX_DIMENSIONS or any(size < 0 for size in field.shape):
                 raise ValueError(f"{dotted(field.path)} has shape {list(field.shape)}")
             # Also beside a 0, numpy wants sizes that could be.
             if prod(max(size, 1) for size in field.shape) * field.raw.itemsize > _MAX_ROW_BYTES:
                 raise ValueError(f"{dotted(field.path)} has rows of {field.row_bytes} bytes; at most {_MAX_ROW_BYTES}")
-        paths = [field.path for field in self.steps]
-        paths += [(side, *field.path) for field in self.observations for side in ("curr_obs", "next_obs")]
-        for path in paths:
-            if (
-                path[0] not in _OPTIONAL | {"rewards"}
-                or (len(path) > 1) != (path[0] in _NESTED)
-                or len(path) > _MAX_DEPTH
-            ):
-                raise ValueError(f"{dotted(path)[:200]!r} is no field of a trajectory")
-        known = set(paths)
-        if len(known) != len(paths) or any(path[:end] in known for path in paths for end in range(1, len(path))):
-            raise ValueError("a field stands twice, or is inside another one")
+        for table in (self.steps, self.observations):
+            paths = {field.path for field in table}
+            if len(paths) != len(table) or any(path[:end] in paths for path in paths for end in range(1, len(path))):
+                raise ValueError("a field stands twice, or is inside another one")
 
 
 class Strip(NamedTuple):
@@ -181,6 +176,18 @@ def read_schema(data: bytes) -> Schema:
         return msgspec.json.decode(data, type=Schema)
     except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError) as error:
         raise DamagedData(f"the schema of the trajectories cannot be read: {error}") from None
+
+
+def check_names(schema: Schema) -> None:
+    """DamagedData unless its fields are those of a trajectory: a batch has other columns, too."""
+    paths = [field.path for field in schema.steps]
+    paths += [(side, *field.path) for field in schema.observations for side in ("curr_obs", "next_obs")]
+    known = set(paths)
+    for path in paths:
+        if path[0] not in _OPTIONAL | {"rewards"} or (len(path) > 1) != (path[0] in _NESTED):
+            raise DamagedData(f"the schema of the trajectories has {dotted(path)[:200]!r}; that is no field of one")
+    if len(known) < len(paths) or any(path[:end] in known for path in paths for end in range(1, len(path))):
+        raise DamagedData("the schema of the trajectories has a field twice, or inside another one")
 
 
 # --- fixing a schema, and keeping to it ---------------------------------------------------------------

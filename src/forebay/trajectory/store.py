@@ -70,7 +70,8 @@ class Store:
         else:
             self._make_directory()
             check_file_system(self.directory)
-            self._lock = ProcessLock(self.directory / f"{NAME}.lock")
+            with doing("lock", self.directory):
+                self._lock = ProcessLock(self.directory / f"{NAME}.lock")
         try:
             self.catalogue = Catalogue(
                 self.directory / NAME, read_only=read_only, may_create=not read_only and not self._segment_files()

@@ -25,11 +25,13 @@ class Texts:
         """Add a table of its own behind the others, unless it is there; where it begins."""
         for start in self._tables:
             # Otherwise a buffer that saves and loads again and again would double its texts each time.
-            if self.known[start : start + len(texts)] == texts:
-                return start
-        start = len(self.known)
-        self._tables.append(start)
-        for code, text in enumerate(texts, start):
+            have = self.known[start : start + len(texts)]
+            if have == texts or (start + len(have) == len(self.known) and have == texts[: len(have)]):
+                break
+        else:
+            start, have = len(self.known), []
+            self._tables.append(start)
+        for code, text in enumerate(texts[len(have) :], len(self.known)):
             self.known.append(text)
             self._codes.setdefault(text, code)
         return start

@@ -119,8 +119,10 @@ class Writer:
         """Go on where the store was left; the open segment is continued."""
         self._space = space
         rows = listing.rows
-        for number in self.segments:
+        for number, segment in self.segments.items():
             ids = rows["id"][rows["segment"] == number]
+            if segment.problem:  # its files may come back
+                ids = self._store.catalogue.listing(segment=number).rows["id"]
             self._last_id[number] = int(ids.max()) if len(ids) else -1
         opened = sorted(number for number, segment in self.segments.items() if not segment.sealed)
         whole = [number for number in opened if not self.segments[number].problem and not self.segments[number].is_torn]
