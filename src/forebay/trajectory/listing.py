@@ -15,7 +15,7 @@ import numpy as np
 from forebay.errors import DamagedData
 from forebay.trajectory.schema import Layout
 
-__all__ = ["ROW", "Listing", "SegmentRows"]
+__all__ = ["ROW", "Listing", "Row", "SegmentRows"]
 
 ROW = np.dtype(
     [
@@ -42,6 +42,29 @@ ROW = np.dtype(
 
 `texts` is added to the codes that its rows have: rows of several directories, each with its own texts, can be together.
 """
+
+
+class Row(NamedTuple):
+    """A row of a listing, as plain numbers."""
+
+    id: int
+    segment: int
+    first_step: int
+    first_observation: int
+    steps: int
+    envs: int
+    epochs: int
+    observations: int
+    transitions: int
+    runs: int
+    chains: int
+    longest: int
+    weights: int
+    texts: int
+    crc: int
+    reward: float
+    added_at: float
+
 
 _NAMES: tuple[str, ...] = ROW.names or ()
 _MOST = 2**48  # rows; sums of what is checked against it stay inside 64 bits

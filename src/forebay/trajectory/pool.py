@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -48,4 +49,8 @@ class BlockPool:
             if size <= len(block) <= 2 * size + mmap.PAGESIZE:
                 return block
             self._free.append(block)
-        return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # touching it for the first time then costs half
+            with suppress(OSError):
+                block.madvise(mmap.MADV_HUGEPAGE)
+        return block

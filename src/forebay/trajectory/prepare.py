@@ -182,11 +182,11 @@ def _runs(joined: np.ndarray[Any, Any], valid: np.ndarray[Any, Any] | None) -> n
 
 
 def _ends(values: dict[Path, np.ndarray[Any, Any]], found: Aligned) -> np.ndarray[Any, Any] | None:
-    """`[T, B]`: where an episode ends; None if none does."""
+    """`[T, B]`: where an episode ends; None if none does before the end of an epoch."""
     ends: np.ndarray[Any, Any] | None = None
     for name in ("dones", "terminations", "truncations"):
         flags = values.get((name,))
-        if flags is not None and flags.any():
+        if flags is not None and flags[:, :-1].any():  # where an epoch ends, nothing goes on anyway
             here = np.any(flags.reshape(found.steps, found.envs, -1), axis=2)
             ends = here if ends is None else ends | here
     return ends

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from forebay.trajectory.index import Index
-from forebay.trajectory.listing import Listing, SegmentRows
+from forebay.trajectory.listing import Listing, Row, SegmentRows
 from forebay.trajectory.pins import Pins
 from forebay.trajectory.segments import Segment
 from forebay.trajectory.space import Space
@@ -42,9 +42,8 @@ class _Rows(NamedTuple):
     observations: int
 
 
-def _rows_of(row: Any) -> _Rows:
-    _, _, first_step, first_observation, steps, envs, _, observations, *_ = row.item()
-    return _Rows(first_step, steps * envs, first_observation, observations)
+def _rows_of(row: Row) -> _Rows:
+    return _Rows(row.first_step, row.steps * row.envs, row.first_observation, row.observations)
 
 
 class Window:
@@ -79,7 +78,7 @@ class Window:
     def append(self, listing: Listing, *, pending: bool) -> None:
         """Trajectories whose rows (absolute ones) are written become visible; the oldest leave."""
         first = self.index.append(listing)
-        self.bytes += sum(self._bytes(_rows_of(row)) for row in listing.rows)
+        self.bytes += sum(self._bytes(_rows_of(Row(*row))) for row in listing.rows.tolist())
         if pending:
             for k, number in enumerate(listing.rows["id"].tolist()):
                 self._pending[number] = first + k
@@ -104,7 +103,7 @@ class Window:
     def evict_oldest(self) -> None:
         slot = self.index.slots.first
         gone = self.index.forget_oldest()
-        rows, number, segment = _rows_of(gone), int(gone["id"]), int(gone["segment"])
+        rows, number, segment = _rows_of(gone), gone.id, gone.segment
         self.bytes -= self._bytes(rows)
         self.evicted += 1
         if segment != IN_MEMORY:
@@ -146,7 +145,7 @@ class Window:
     def _move(self) -> None:
         slot, segment, first_step, first_observation = self._movable.popleft()
         row = self.index.rows[slot - self.index.slots.first]
-        rows = _rows_of(row)
+        rows = _rows_of(Row(*row.item()))
         row["segment"], row["first_step"], row["first_observation"] = segment, first_step, first_observation
         self._let_go(rows)
 
