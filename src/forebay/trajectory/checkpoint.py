@@ -1,7 +1,7 @@
 """Checkpoints of trajectories: a directory that is never written to again, under the same seam as those of groups.
 
-    manifest.json                  sealed, the commit point: schema, texts, segments, random state, by part
-    index-<16 hex digits>.rows     the listing of a part: rows, runs, chains, one array after another
+    manifest.json                  sealed, the commit point: schema, segments, random state, by part
+    index-<16 hex digits>.rows     the listing of a part: rows, runs, chains, one after another; then the texts, as JSON
     seg-<16 hex digits>-<k>.col    segments (see `segments`)
 
 Several buffers can be parts of one checkpoint; the main one is called "replay". A sealed segment is linked, or copied
@@ -99,7 +99,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
     schema: Schema | None
     files: list[dict[str, Any]] = []
-    texts: list[str]
+    texts_bytes: Count
     segments: list[SegmentEntry]
     index: str
     trajectories: Count
@@ -116,6 +116,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """What a checkpoint of trajectories is of."""
 
     parts: dict[str, Part]
+    extra: dict[str, Any] = {}
+    """The caller's, plain JSON."""
     created_at: float = 0.0
     forebay_version: str = ""
 
@@ -147,6 +149,7 @@ def write_checkpoint(
     files: FileOps | None = None,
     progress: Any = None,
     replaces: bytes | None = None,
+    extra: dict[str, Any] | None = None,
 ) -> None:
     """Save parts as the checkpoint of a directory: all of it or nothing. `progress` gets trajectories done, and all.
 
@@ -171,8 +174,8 @@ def write_checkpoint(
         if replaces is not None and read_manifest(writer.directory, files) != replaces:
             raise CheckpointError(f"{directory} was saved to meanwhile; nothing was changed there")
         written = {name: _write_part(writer, source, files, brought) for name, source in parts.items()}
-        manifest = Manifest(parts=written, created_at=time.time(), forebay_version=__version__)
-        writer.publish(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        manifest = Manifest(parts=written, extra=extra or {}, created_at=time.time(), forebay_version=__version__)
+        writer.publish(_encoded(manifest))
 
 
 def _write_part(writer: DirectoryWriter, source: PartSource, files: FileOps, brought: Callable[[int], None]) -> Part:
@@ -190,18 +193,20 @@ def _write_part(writer: DirectoryWriter, source: PartSource, files: FileOps, bro
         entries.append(SegmentEntry(name, segment.rows.steps, segment.rows.observations))
         brought(int(np.count_nonzero(theirs)))
     _copy_rows(writer, source, rows, entries, brought)
-    data = [np.ascontiguousarray(part) for part in (rows, listing.runs.astype("<i8"), listing.chains.astype("<i8"))]
+    texts = msgspec.json.encode(source.texts)
+    data = [_memory(part) for part in (rows, listing.runs.astype("<i8"), listing.chains.astype("<i8"))]
+    data.append(memoryview(texts))
     index = f"index-{secrets.token_hex(8)}.rows"
     descriptor = writer.create(index)
-    writer.write(descriptor, [memoryview(part.reshape(-1).view(np.uint8)) for part in data])
+    writer.write(descriptor, data)
     writer.finish(descriptor)
     crc = 0
     for part in data:
-        crc = crc32(part.reshape(-1).view(np.uint8), crc)
+        crc = crc32(part, crc)
     return Part(
         schema=None if source.layout is None else source.layout.schema,
         files=[] if source.layout is None else source.layout.files(),
-        texts=list(source.texts),
+        texts_bytes=len(texts),
         segments=entries,
         index=index,
         trajectories=len(rows),
@@ -213,6 +218,22 @@ def _write_part(writer: DirectoryWriter, source: PartSource, files: FileOps, bro
         rank=source.rank,
         random=source.random,
     )
+
+
+def _encoded(manifest: Manifest) -> bytes:
+    try:
+        body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+        # What JSON would change (nan, tuples, keys that are no text) is refused instead.
+        same = _decoder.decode(body).extra == manifest.extra
+    except (*UNREADABLE, TypeError) as error:
+        raise InvalidInput(f"the manifest of a checkpoint cannot be written as JSON: {error}") from None
+    if not same:
+        raise InvalidInput(f"`extra` of a checkpoint is {manifest.extra!r}; expected plain JSON")
+    return body
+
+
+def _memory(array: np.ndarray[Any, Any]) -> memoryview:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _bring(writer: DirectoryWriter, segment: Segment, layout: Layout, files: FileOps) -> str:
@@ -380,7 +401,7 @@ def _contents(directory: Path, body: bytes, part: str, files: FileOps) -> Conten
     found = manifest.parts.get(part)
     if found is None:
         raise CheckpointError(f"{directory} has no part {part!r}; it has {', '.join(sorted(manifest.parts))}")
-    listing = _read_index(directory, found, files)
+    listing, texts = _read_index(directory, found, files)
     if found.schema is None:
         if len(listing) or found.segments:
             raise DamagedData(f"{directory / MANIFEST} has trajectories and no schema")
@@ -388,7 +409,7 @@ def _contents(directory: Path, body: bytes, part: str, files: FileOps) -> Conten
             directory,
             "checkpoint",
             None,
-            found.texts,
+            texts,
             listing,
             {},
             found.next_id,
@@ -412,14 +433,14 @@ def _contents(directory: Path, body: bytes, part: str, files: FileOps) -> Conten
                 f"{rows.steps} and {rows.observations}"
             )
         segments[number] = Segment(directory, entry.name, rows, sealed=True)
-    listing.check({number: segment.rows for number, segment in segments.items()}, layout, len(found.texts))
+    listing.check({number: segment.rows for number, segment in segments.items()}, layout, len(texts))
     if len(listing) and int(listing.rows["id"][-1]) >= found.next_id:
         raise DamagedData(f"{directory / MANIFEST} would give an id twice")
     return Contents(
         directory,
         "checkpoint",
         layout,
-        found.texts,
+        texts,
         listing,
         segments,
         found.next_id,
@@ -429,9 +450,9 @@ def _contents(directory: Path, body: bytes, part: str, files: FileOps) -> Conten
     )
 
 
-def _read_index(directory: Path, part: Part, files: FileOps) -> Listing:
+def _read_index(directory: Path, part: Part, files: FileOps) -> tuple[Listing, list[str]]:
     path = directory / part.index
-    sizes = [part.trajectories * ROW.itemsize, part.runs * 16, part.chains * 16]
+    sizes = [part.trajectories * ROW.itemsize, part.runs * 16, part.chains * 16, part.texts_bytes]
     descriptor, size = open_plain(path, files)
     try:
         if size != sum(sizes):
@@ -445,7 +466,11 @@ def _read_index(directory: Path, part: Part, files: FileOps) -> Listing:
         raise DamagedData(f"the checksum of {path} does not match: it was altered")
     rows = np.frombuffer(data, ROW, part.trajectories)
     pairs = np.frombuffer(data, "<i8", 2 * (part.runs + part.chains), sizes[0]).reshape(-1, 2)
-    return Listing(rows, pairs[: part.runs], pairs[part.runs :])
+    try:
+        texts = msgspec.json.decode(memoryview(data)[size - part.texts_bytes :], type=list[str])
+    except UNREADABLE as error:
+        raise DamagedData(f"the texts of {path} cannot be read: {error}") from None
+    return Listing(rows, pairs[: part.runs], pairs[part.runs :]), texts
 
 
 def _decoded(body: bytes) -> Manifest:

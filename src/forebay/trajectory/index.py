@@ -180,6 +180,8 @@ class Index:
         """Add the newest trajectories, which are where their rows say; the number of the first slot."""
         number, rows = self.slots.end, listing.rows
         self.slots.append(len(rows), rows)
+        runs: int | np.ndarray[Any, Any]
+        chains: int | np.ndarray[Any, Any]
         if len(rows) == 1:
             runs = chains = number
         else:

@@ -116,7 +116,8 @@ class Listing(NamedTuple):
     def bytes(self, layout: Layout) -> np.ndarray[Any, Any]:
         """How many bytes each takes."""
         steps: np.ndarray[Any, Any] = self.rows["steps"] * self.rows["envs"] * layout.step_bytes
-        return steps + self.rows["observations"] * layout.observation_bytes
+        both: np.ndarray[Any, Any] = steps + self.rows["observations"] * layout.observation_bytes
+        return both
 
     def check(self, segments: Mapping[int, SegmentRows], layout: Layout, texts: int) -> None:
         """DamagedData unless everything that it says can be."""

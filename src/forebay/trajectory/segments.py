@@ -145,7 +145,7 @@ def checksum(space: Space, first_step: int, steps: int, first_observation: int, 
 
 def row_bytes(table: Table, first: int, rows: int) -> list[memoryview]:
     """By strip: the memory of some rows."""
-    return [memoryview(raw[first : first + rows].reshape(-1)) for raw in table.raw]
+    return [raw[first : first + rows].reshape(-1).data for raw in table.raw]
 
 
 def damaged(listing: Listing, segments: dict[int, Segment], space: Space, progress: Any = None) -> np.ndarray[Any, Any]:

@@ -88,7 +88,7 @@ class ProcessLock:
     """Held by the one process that writes; gone with it, however it ends."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -100,8 +100,12 @@ class ProcessLock:
                 f"{path.with_suffix('')} is open for writing by {holder}; one process writes to a SQLite store. Close "
                 "it there first"
             ) from None
-        os.ftruncate(self._file, 0)
-        os.write(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        try:
+            os.ftruncate(self._file, 0)
+            os.write(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except BaseException:  # a full disk: the lock must not outlive the attempt
+            self.release()
+            raise
         # A child of a fork must not keep the lock alive after its parent.
         lock = weakref.ref(self)
 
