@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from errno import ENOENT
+from hashlib import sha256
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -318,10 +319,14 @@ class Contents:
         rank: int = 0,
         random: dict[str, Any] | None = None,
         left_out: int = 0,
+        extra: dict[str, Any] | None = None,
+        generation: str = "",
     ) -> None:
         self.directory, self.kind, self.layout, self.texts = directory, kind, layout, texts
         self.listing, self.segments, self.next_id = listing, segments, next_id
         self.seed, self.rank, self.random, self.left_out = seed, rank, random, left_out
+        self.extra, self.generation = extra or {}, generation
+        """`generation` tells one save to a directory from another."""
 
     def bytes(self) -> int:
         """Of the trajectories, without what else their segments hold."""
@@ -416,6 +421,8 @@ def _contents(directory: Path, body: bytes, part: str, files: FileOps) -> Conten
             seed=found.seed,
             rank=found.rank,
             random=found.random,
+            extra=manifest.extra,
+            generation=sha256(body).hexdigest(),
         )
     check_names(found.schema)
     layout = Layout(found.schema)
@@ -447,6 +454,8 @@ def _contents(directory: Path, body: bytes, part: str, files: FileOps) -> Conten
         seed=found.seed,
         rank=found.rank,
         random=found.random,
+        extra=manifest.extra,
+        generation=sha256(body).hexdigest(),
     )
 
 

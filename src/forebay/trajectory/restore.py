@@ -59,6 +59,10 @@ class Taken(NamedTuple):
     texts: list[str]
     next_id: int
     random: dict[str, Any] | None
+    extra: dict[str, Any]
+    """What the caller of the save added."""
+    generations: tuple[str, ...]
+    """Which saves it is of."""
 
     def renumbered(self, lowest: int) -> Taken:
         """The same with segments below a number that is in use."""
@@ -116,7 +120,16 @@ def _joined(contents: Sequence[Contents], *, same_world: bool) -> Taken:
     if (np.diff(listing.rows["id"]) <= 0).any():  # every rank counts for itself
         listing = listing.with_rows(id=np.arange(next_id, next_id + len(listing)))
         next_id += len(listing)
-    return Taken(layout, listing, segments, texts, next_id, contents[0].random if same_world else None)
+    return Taken(
+        layout,
+        listing,
+        segments,
+        texts,
+        next_id,
+        contents[0].random if same_world else None,
+        contents[0].extra,
+        tuple(found.generation for found in contents),
+    )
 
 
 def map_taken(
