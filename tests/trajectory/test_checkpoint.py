@@ -806,10 +806,11 @@ def reindex(path: Path, change: Callable[[list[np.ndarray[Any, Any]]], object]) 
     target = path / "rank_0" / part["index"]
     data = target.read_bytes()
     rows = np.frombuffer(data, ROW, part["trajectories"]).copy()
-    pairs = np.frombuffer(data, "<i8", offset=rows.nbytes).reshape(-1, 2)
+    pairs = np.frombuffer(data, "<i8", 2 * (part["runs"] + part["chains"]), rows.nbytes).reshape(-1, 2)
+    texts = data[len(data) - part["texts_bytes"] :]
     arrays = [rows, pairs[: part["runs"]].copy(), pairs[part["runs"] :].copy()]
     change(arrays)
-    data = b"".join(array.tobytes() for array in arrays)
+    data = b"".join(array.tobytes() for array in arrays) + texts
     target.write_bytes(data)
     counts = dict(zip(("trajectories", "runs", "chains"), map(len, arrays), strict=True))
     reseal(path, lambda body: body["parts"]["replay"].update(counts, index_crc32=crc32(data)))
@@ -1103,3 +1104,36 @@ def test_a_store_that_cannot_be_opened_says_why(tmp_path: Path) -> None:
         opened(tmp_path / "file")
     with pytest.raises(StorageError, match="no trajectory store"):
         Store(tmp_path, read_only=True)
+
+
+def test_a_checkpoint_brings_back_what_its_caller_added(tmp_path: Path) -> None:
+    buffer = in_memory(range(3))
+    buffer.save_checkpoint(tmp_path / "a", extra={"step": 7, "name": ["x", None, 1.5]})
+    assert in_memory(()).load_checkpoint(tmp_path / "a") == {"step": 7, "name": ["x", None, 1.5]}
+    buffer.save_checkpoint(tmp_path / "b")
+    assert in_memory(()).load_checkpoint(tmp_path / "b") == {}
+    for extra in ({"x": float("nan")}, {"x": (1, 2)}, {"x": {1: 2}}, {"x": object()}):
+        with pytest.raises(InvalidInput, match="JSON"):
+            buffer.save_checkpoint(tmp_path / "c", extra=extra)
+    assert not (tmp_path / "c" / "rank_0" / "manifest.json").exists()
+
+
+def test_parts_that_are_loaded_together_are_of_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parts were read one after another: a save in between gave one of the old and one of the new."""
+    replay, demo = in_memory(range(4)), in_memory(range(2))
+    replay.save_checkpoint(tmp_path, parts={"demo": demo})
+    saves: list[list[int]] = []
+
+    def open_and_save(directory: Path, part: str, files: Any) -> Any:
+        found = open_contents(directory, part, files)
+        if part == "replay" and len(saves) < 2:
+            saves.append(replay.add_trajectories([make(4 + len(saves))]))
+            demo.add_trajectories([make(2 + len(saves))])
+            replay.save_checkpoint(tmp_path, parts={"demo": demo})
+        return found
+
+    monkeypatch.setattr("forebay.trajectory.restore.open_contents", open_and_save)
+    found, found_demo = in_memory(()), in_memory(())
+    found.load_checkpoint(tmp_path, parts={"demo": found_demo})
+    assert len(saves) == 2
+    assert (len(found), len(found_demo)) == (6, 4)

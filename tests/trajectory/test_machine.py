@@ -320,7 +320,8 @@ def test_the_machine_would_notice() -> None:
 
 def test_sums_that_begin_anew_do_not_write_over_those_that_are_read() -> None:
     """Found by the machine: everything left the window, and the next draw put its sums where a slow reader looked."""
-    made = [make(k, steps=3 + k, envs=1) for k in range(4)]
+    breaks = [(1, 0), (4, 0)]
+    made = [make(0, steps=8, envs=1, ends=breaks, invalid=breaks), *(make(k, steps=8, envs=1) for k in range(1, 4))]
     with TinyBuffer(sample_window_size=1) as buffer:
         for length in (None, 2):
             first = buffer.add_trajectories([made[0].given])[0]

@@ -476,7 +476,7 @@ def with_names(name: str) -> str:
     broken = np.full((2, 1), np.nan)
     trajectory = simple(
         *(2, 1),
-        model_weights_id=name,
+        model_weights_id=name.replace("\ud800", "?"),  # which is refused there
         forward_inputs={name: broken},
         curr_obs={name: {name + "2": pictures(2, 1, 8, 8, 3), "many": pictures(2, 1, 17, 8, 8)}, "task": [name]},
         next_obs={name: {name + "2": pictures(2, 1, 8, 8, 3, seed=1)}, "task": [[name], [name + "3"]]},

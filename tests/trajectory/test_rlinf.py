@@ -656,7 +656,7 @@ def test_ids_that_cannot_be_are_refused(tmp_path: Path, ids: tuple[Any, ...]) ->
 def test_what_makes_no_trajectory_or_no_seed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidTrajectory, match="rewards are missing"):
         export_rlinf(tmp_path / "x", [(0, Trajectory())], seed=1)
-    with pytest.raises(InvalidTrajectory, match="rewards are text"):
+    with pytest.raises(InvalidTrajectory, match="rewards is a list or text"):
         export_rlinf(tmp_path / "x", [(0, Trajectory(rewards=[["a"]]))], seed=1)
     with pytest.raises(InvalidInput, match=r"seed is 1\.5"):
         export_rlinf(tmp_path / "x", [], seed=1.5)  # type: ignore[arg-type]

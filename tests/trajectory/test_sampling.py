@@ -591,7 +591,7 @@ def test_a_failed_add_keeps_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(3):  # the table is full: it is only found out when everything else is done
             with pytest.raises(InvalidTrajectory, match="no room"):
                 buffer.add_trajectories([made.given, {**made.given, "model_weights_id": "new"}])
-        monkeypatch.setattr("forebay.trajectory.buffer.write", failing)
+        monkeypatch.setattr("forebay.trajectory.adding.write", failing)
         for _ in range(3):
             with pytest.raises(OSError, match="on purpose"):
                 buffer.add_trajectories([made.given, made.given])
@@ -641,10 +641,24 @@ def test_waiting_in_vain_says_what_there_is() -> None:
             buffer.wait_ready(5, timeout_s=0.01)
         for _ in range(4):
             buffer.add_trajectories([small(0, 3, 1)])
-        with pytest.raises(WaitTimeout, match=r"7 transitions.*\n.*2 trajectories with 6 transitions; 4 trajectories"):
+        with pytest.raises(
+            WaitTimeout, match=r"7 transitions.*\n.*2 trajectories with 6 transitions and is full; 4 trajectories"
+        ):
             buffer.wait_ready(7, timeout_s=0)
         with pytest.raises(InvalidInput, match="min_transitions"):
             buffer.wait_ready(-1)
+
+
+def test_waiting_for_what_was_added_goes_on_when_the_window_is_full() -> None:
+    with TrajectoryReplayBuffer(sample_window_size=2) as buffer:
+        buffer.add_trajectories([small(number) for number in range(3)])
+        buffer.wait_added(3, timeout_s=0)
+        thread, result = in_thread(lambda: buffer.wait_added(5, timeout_s=20))
+        buffer.add_trajectories([small(number) for number in range(2)])
+        thread.join(20)
+        assert result == [None]
+        with pytest.raises(WaitTimeout, match=r"6 trajectories added.*\n.*and is full; 5 trajectories"):
+            buffer.wait_added(6, timeout_s=0)
 
 
 def test_closing_ends_a_wait() -> None:
