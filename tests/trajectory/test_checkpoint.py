@@ -1137,3 +1137,20 @@ def test_parts_that_are_loaded_together_are_of_one_save(tmp_path: Path, monkeypa
     found.load_checkpoint(tmp_path, parts={"demo": found_demo})
     assert len(saves) == 2
     assert (len(found), len(found_demo)) == (6, 4)
+
+
+def test_a_byte_that_changed_on_disk_is_not_saved_under_a_new_checksum(tmp_path: Path) -> None:
+    """Rows of the open segment were copied, and got the checksum of what they had become."""
+    with opened(tmp_path / "store") as buffer:
+        buffer.add_trajectories([make(key) for key in range(3)], durable=True)
+        buffer.clear_cache()
+        buffer.save_checkpoint(tmp_path / "saved")
+        newest = max((tmp_path / "store" / "rank_0").glob("seg-*-0.col"), key=lambda path: path.stat().st_mtime_ns)
+        with newest.open("r+b") as file:
+            file.seek(-1, 2)
+            last = file.read(1)
+            file.seek(-1, 2)
+            file.write(bytes([last[0] ^ 1]))
+        with pytest.raises(DamagedData, match="does not have its checksum"):
+            buffer.save_checkpoint(tmp_path / "saved")
+    assert keys_of(loaded(tmp_path / "saved")) == [0, 1, 2]

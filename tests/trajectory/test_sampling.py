@@ -661,9 +661,27 @@ def test_waiting_for_what_was_added_goes_on_when_the_window_is_full() -> None:
             buffer.wait_added(6, timeout_s=0)
 
 
-def test_closing_ends_a_wait() -> None:
+def test_a_learner_can_be_paced_by_what_was_added() -> None:
+    """Also when the window is full and has as much as ever."""
+    with TrajectoryReplayBuffer(sample_window_size=2) as buffer:
+        buffer.add_trajectories([small(steps=3)] * 5)
+        buffer.wait_added(5, timeout_s=0)
+        thread, result = in_thread(lambda: buffer.wait_added(7))
+        buffer.add_trajectories([small(steps=3)])
+        assert thread.is_alive()
+        buffer.add_trajectories([small(steps=3)])
+        thread.join(20)
+        assert result == [None]
+        with pytest.raises(WaitTimeout, match=r"8 trajectories added in all.*\n.*7 trajectories were added"):
+            buffer.wait_added(8, timeout_s=0)
+        with pytest.raises(InvalidInput, match="total"):
+            buffer.wait_added(-1)
+
+
+@pytest.mark.parametrize("wait", ["wait_ready", "wait_added"])
+def test_closing_ends_a_wait(wait: str) -> None:
     buffer = TrajectoryReplayBuffer()
-    thread, result = in_thread(lambda: buffer.wait_ready(1))
+    thread, result = in_thread(lambda: getattr(buffer, wait)(1))
     buffer.close()
     thread.join(20)
     assert isinstance(result[0], BufferClosed)

@@ -403,6 +403,37 @@ def test_what_is_larger_than_all_room_goes_alone(tmp_path: Path) -> None:
         assert buffer.durable_id == 2
 
 
+def test_several_that_add_at_once_do_not_exceed_the_room_together(tmp_path: Path) -> None:
+    """Room is taken before rows are copied: all of them used to find that there was still some."""
+    disk = Disk()
+    most = []
+
+    class Watched(TrajectoryReplayBuffer):
+        _files = disk
+
+        def _wait_for_writer(self, size: int) -> None:
+            super()._wait_for_writer(size)
+            assert self._writer is not None
+            most.append(self._writer.pending_bytes)
+            if len(most) == 2:
+                started_two.set()
+
+    started_two = threading.Event()
+    with Watched(auto_save=True, auto_save_path=tmp_path, max_pending_bytes=40_000) as buffer:
+        disk.go.clear()
+        threads = [started(lambda: buffer.add_trajectories([small()])) for _ in range(6)]
+        assert started_two.wait(LONG_S)
+        threads[0][0].join(0.05)
+        assert len(most) == 2  # of 16,160 bytes each
+        disk.go.set()
+        for thread, _ in threads:
+            thread.join(LONG_S)
+        assert sorted(ids[0] for _, (ids,) in threads) == list(range(6))
+        assert max(most) <= 40_000
+        buffer.flush()
+        assert buffer.get_stats()["pending_bytes"] == 0
+
+
 # --- mixing ---------------------------------------------------------------------------------------------
 
 

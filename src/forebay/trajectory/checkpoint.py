@@ -286,6 +286,11 @@ def _copy_rows(
             rows[k]["segment"] = len(entries)
             rows[k]["first_step"], rows[k]["first_observation"] = steps, observations
             rows[k]["crc"] = checksum(space, *places[-2], *places[-1])
+            if row["crc"] and row["crc"] != rows[k]["crc"]:  # 0: it was only in memory so far
+                raise DamagedData(
+                    f"trajectory {row['id']} does not have its checksum: its file was altered. `forebay trajectories "
+                    "merge --copy --skip-damaged` saves the others"
+                )
             steps += places[-2][1]
             observations += places[-1][1]
         tables = [(space.steps, k, places[0::2]) for k in range(len(layout.steps))]
