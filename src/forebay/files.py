@@ -53,6 +53,21 @@ class FileOps:
         finally:
             self.close(parent)
 
+    def make_directories(self, path: Path) -> list[Path]:
+        """Make a directory and those above it that are missing: these, the innermost first.
+
+        NotADirectoryError, with its name, if there is a file on the way.
+        """
+        missing, parent = [], path
+        while (found := self.is_directory(parent)) is None:
+            missing.append(parent)
+            parent = parent.parent
+        if not found:
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file", str(parent))
+        for parent in reversed(missing):
+            self.make_directory(parent)
+        return missing
+
     def list_directory(self, path: Path) -> list[str]:
         return os.listdir(path)  # noqa: PTH208 - names are wanted, not paths
 

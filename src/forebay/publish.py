@@ -347,16 +347,11 @@ class DirectoryWriter:
         return self._descriptors[descriptor]
 
     def _make_directory(self) -> None:
-        path = self.directory
-        missing = []
-        with doing("create", path):
-            while (found := self._files.is_directory(path)) is None:
-                missing.append(path)
-                path = path.parent
-            if not found:
-                raise InvalidInput(f"a checkpoint is a directory; {path} is a file")
-            for path in reversed(missing):
-                self._files.make_directory(path)
+        with doing("create", self.directory):
+            try:
+                self._files.make_directories(self.directory)
+            except NotADirectoryError as error:
+                raise InvalidInput(f"a checkpoint is a directory; {error.filename} is a file") from None
 
     def _lock_directory(self) -> None:
         # Another writer's sweep would take the files of this one for leftovers.

@@ -151,10 +151,12 @@ def write_checkpoint(
     progress: Any = None,
     replaces: bytes | None = None,
     extra: dict[str, Any] | None = None,
+    check_rows: bool = True,
 ) -> None:
     """Save parts as the checkpoint of a directory: all of it or nothing. `progress` gets trajectories done, and all.
 
     `replaces`: the bytes of the manifest that is to be replaced; CheckpointError if there is another one by now.
+    `check_rows=False` leaves it to the caller whether rows that are copied still have their checksum.
     """
     from forebay import __version__
 
@@ -174,12 +176,14 @@ def write_checkpoint(
     with DirectoryWriter(directory, ENVELOPE, ours=_OURS, names_in=_names_in, files=files) as writer:
         if replaces is not None and read_manifest(writer.directory, files) != replaces:
             raise CheckpointError(f"{directory} was saved to meanwhile; nothing was changed there")
-        written = {name: _write_part(writer, source, files, brought) for name, source in parts.items()}
+        written = {name: _write_part(writer, source, files, brought, check_rows) for name, source in parts.items()}
         manifest = Manifest(parts=written, extra=extra or {}, created_at=time.time(), forebay_version=__version__)
         writer.publish(_encoded(manifest))
 
 
-def _write_part(writer: DirectoryWriter, source: PartSource, files: FileOps, brought: Callable[[int], None]) -> Part:
+def _write_part(
+    writer: DirectoryWriter, source: PartSource, files: FileOps, brought: Callable[[int], None], check_rows: bool
+) -> Part:
     entries: list[SegmentEntry] = []
     listing = source.listing
     rows = listing.rows.copy()
@@ -193,7 +197,7 @@ def _write_part(writer: DirectoryWriter, source: PartSource, files: FileOps, bro
         rows["segment"][theirs] = len(entries)
         entries.append(SegmentEntry(name, segment.rows.steps, segment.rows.observations))
         brought(int(np.count_nonzero(theirs)))
-    _copy_rows(writer, source, rows, entries, brought)
+    _copy_rows(writer, source, rows, entries, brought, check_rows)
     texts = msgspec.json.encode(source.texts)
     data = [_memory(part) for part in (rows, listing.runs.astype("<i8"), listing.chains.astype("<i8"))]
     data.append(memoryview(texts))
@@ -266,6 +270,7 @@ def _copy_rows(
     rows: np.ndarray[Any, Any],
     entries: list[SegmentEntry],
     brought: Callable[[int], None],
+    check_rows: bool,
 ) -> None:
     """Write the rows that are in memory (or in an open segment, by where it is mapped) into new segments."""
     which = np.flatnonzero(source.listing.rows["segment"] == IN_MEMORY)
@@ -286,7 +291,7 @@ def _copy_rows(
             rows[k]["segment"] = len(entries)
             rows[k]["first_step"], rows[k]["first_observation"] = steps, observations
             rows[k]["crc"] = checksum(space, *places[-2], *places[-1])
-            if row["crc"] and row["crc"] != rows[k]["crc"]:  # 0: it was only in memory so far
+            if check_rows and row["crc"] and row["crc"] != rows[k]["crc"]:  # 0: it was only in memory so far
                 raise DamagedData(
                     f"trajectory {row['id']} does not have its checksum: its file was altered. `forebay trajectories "
                     "merge --copy --skip-damaged` saves the others"
@@ -412,40 +417,14 @@ def _contents(directory: Path, body: bytes, part: str, files: FileOps) -> Conten
     if found is None:
         raise CheckpointError(f"{directory} has no part {part!r}; it has {', '.join(sorted(manifest.parts))}")
     listing, texts = _read_index(directory, found, files)
-    if found.schema is None:
-        if len(listing) or found.segments:
-            raise DamagedData(f"{directory / MANIFEST} has trajectories and no schema")
-        return Contents(
-            directory,
-            "checkpoint",
-            None,
-            texts,
-            listing,
-            {},
-            found.next_id,
-            seed=found.seed,
-            rank=found.rank,
-            random=found.random,
-            extra=manifest.extra,
-            generation=sha256(body).hexdigest(),
-        )
-    check_names(found.schema)
-    layout = Layout(found.schema)
-    segments = {}
-    for number, entry in enumerate(found.segments):
-        rows = SegmentRows(entry.steps, entry.observations)
-        try:
-            with open_files(directory, file_names(entry.name, layout), files) as opened:
-                have = rows_in_files([size for _, size in opened], layout)
-        except MissingFile as error:  # two saves may have removed it meanwhile: there is another manifest then
-            raise FileNotFoundError(ENOENT, "it is missing", str(error.path)) from None
-        if have.steps < rows.steps or (layout.observations and have.observations < rows.observations):
-            raise DamagedData(
-                f"segment {entry.name} in {directory} has {have.steps} and {have.observations} rows; the manifest says "
-                f"{rows.steps} and {rows.observations}"
-            )
-        segments[number] = Segment(directory, entry.name, rows, sealed=True)
-    listing.check({number: segment.rows for number, segment in segments.items()}, layout, len(texts))
+    layout, segments = None, {}
+    if found.schema is not None:
+        check_names(found.schema)
+        layout = Layout(found.schema)
+        segments = _read_segments(directory, found, layout, files)
+        listing.check({number: segment.rows for number, segment in segments.items()}, layout, len(texts))
+    elif len(listing) or found.segments:
+        raise DamagedData(f"{directory / MANIFEST} has trajectories and no schema")
     if len(listing) and int(listing.rows["id"][-1]) >= found.next_id:
         raise DamagedData(f"{directory / MANIFEST} would give an id twice")
     return Contents(
@@ -462,6 +441,24 @@ def _contents(directory: Path, body: bytes, part: str, files: FileOps) -> Conten
         extra=manifest.extra,
         generation=sha256(body).hexdigest(),
     )
+
+
+def _read_segments(directory: Path, part: Part, layout: Layout, files: FileOps) -> dict[int, Segment]:
+    segments = {}
+    for number, entry in enumerate(part.segments):
+        rows = SegmentRows(entry.steps, entry.observations)
+        try:
+            with open_files(directory, file_names(entry.name, layout), files) as opened:
+                have = rows_in_files([size for _, size in opened], layout)
+        except MissingFile as error:  # two saves may have removed it meanwhile: there is another manifest then
+            raise FileNotFoundError(ENOENT, "it is missing", str(error.path)) from None
+        if have.steps < rows.steps or (layout.observations and have.observations < rows.observations):
+            raise DamagedData(
+                f"segment {entry.name} in {directory} has {have.steps} and {have.observations} rows; the manifest says "
+                f"{rows.steps} and {rows.observations}"
+            )
+        segments[number] = Segment(directory, entry.name, rows, sealed=True)
+    return segments
 
 
 def _read_index(directory: Path, part: Part, files: FileOps) -> tuple[Listing, list[str]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import re
-import secrets
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -26,6 +25,7 @@ from forebay.files import FileOps
 from forebay.publish import doing
 from forebay.trajectory.data import STRING, Aligned, Leaf, Trajectory, aligned, dotted
 from forebay.trajectory.data import Path as LeafPath
+from forebay.trajectory.staging import staged, sync_directory
 
 __all__ = ["INDEX", "METADATA", "NESTED", "RlinfExport", "export_rlinf", "import_torch"]
 
@@ -69,27 +69,15 @@ def export_rlinf(
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise InvalidInput(f"seed is {seed!r}; expected a whole number")
     import_torch()
-    target, files = Path(path).absolute(), files or FileOps()
-    if target.exists() or target.is_symlink():
-        raise InvalidInput(f"{target} exists already; export to a new directory")
-    _make_parents(target, files)
-    temporary = target.parent / f".{target.name[:200]}-{secrets.token_hex(8)}.tmp"
-    try:
-        with doing("create", temporary):
-            files.make_directory(temporary)
-        writer = _Writer(temporary, files)
+    files = files or FileOps()
+    with staged(path, files) as directory:
+        writer = _Writer(directory, files)
         for done, (trajectory_id, trajectory) in enumerate(trajectories, 1):
             writer.add(trajectory_id, trajectory)
             if progress is not None:
                 progress(done)
         writer.finish(seed)
-        _sync_directory("sync", temporary, files)
-        with doing("rename to", target):
-            files.replace(temporary, target)
-    except BaseException:
-        _remove_directory(temporary, files)
-        raise
-    _sync_directory("sync (the export is in place, but may not survive a power loss)", target.parent, files)
+        sync_directory("sync", directory, files)
     return writer.result()
 
 
@@ -110,8 +98,6 @@ class _Writer:
         if number in self._index:
             raise InvalidInput(f"two trajectories have the id {number}; RLinf keeps one file for each")
         whole = aligned(trajectory)
-        if whole.leaves[("rewards",)].dtype == STRING:
-            raise InvalidTrajectory("rewards are text; expected an array")
         weights_id = _weights_id(whole)
         fields = self._fields(number, whole)
         fields |= {"max_episode_length": whole.max_episode_length, "model_weights_id": weights_id}
@@ -229,35 +215,6 @@ def _weights_id(whole: Aligned) -> str:
         known = bytes(4) if versions is None or versions.dtype == STRING else versions.values.tobytes()
         text = known.hex()
     return str(uuid.uuid5(uuid.NAMESPACE_DNS, text))
-
-
-def _make_parents(target: Path, files: FileOps) -> None:
-    missing, parent = [], target.parent
-    with doing("create", target):
-        while (found := files.is_directory(parent)) is None:
-            missing.append(parent)
-            parent = parent.parent
-        if not found:
-            raise InvalidInput(f"{parent} is a file; {target} cannot be in it")
-        for parent in reversed(missing):
-            files.make_directory(parent)
-
-
-def _sync_directory(what: str, path: Path, files: FileOps) -> None:
-    with doing(what, path):
-        descriptor = files.open_directory(path)
-        try:
-            files.sync(descriptor)
-        finally:
-            files.close(descriptor)
-
-
-def _remove_directory(path: Path, files: FileOps) -> None:
-    with suppress(OSError):
-        for name in files.list_directory(path):
-            with suppress(OSError):
-                files.remove(path / name)
-        path.rmdir()
 
 
 def import_torch() -> Any:

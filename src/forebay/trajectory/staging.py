@@ -83,16 +83,11 @@ def _locked(path: Path, files: FileOps) -> Iterator[None]:
 
 def _make_parents(target: Path, files: FileOps) -> list[Path]:
     """Those that were missing, the innermost first."""
-    missing, parent = [], target.parent
     with doing("create", target):
-        while (found := files.is_directory(parent)) is None:
-            missing.append(parent)
-            parent = parent.parent
-        if not found:
-            raise InvalidInput(f"{parent} is a file; {target} cannot be in it")
-        for parent in reversed(missing):
-            files.make_directory(parent)
-    return missing
+        try:
+            return files.make_directories(target.parent)
+        except NotADirectoryError as error:
+            raise InvalidInput(f"{error.filename} is a file; {target} cannot be in it") from None
 
 
 def _sweep(target: Path, files: FileOps) -> None:

@@ -147,15 +147,11 @@ class Store:
                 self._lock = None
 
     def _make_directory(self) -> None:
-        missing, path = [], self.directory
-        with doing("create", path):
-            while (found := self.files.is_directory(path)) is None:
-                missing.append(path)
-                path = path.parent
-            if not found:
-                raise InvalidConfig(f"auto_save_path leads to a directory; {path} is a file")
-            for path in reversed(missing):
-                self.files.make_directory(path)
+        with doing("create", self.directory):
+            try:
+                self.files.make_directories(self.directory)
+            except NotADirectoryError as error:
+                raise InvalidConfig(f"auto_save_path leads to a directory; {error.filename} is a file") from None
 
     def _segment_files(self) -> list[str]:
         with doing("list", self.directory):
