@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forebay.errors import InvalidInput, InvalidTrajectory
 from forebay.trajectory import TrajectoryReplayBuffer
+from forebay.trajectory.region import RowAllocator
 from tests.trajectory.tagged import Made, assert_rows, assert_sequences, made_at_random, make, plain, runs_of, to_torch
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -304,6 +305,42 @@ def _case(machine: type[Machine], examples: int) -> type[unittest.TestCase]:
 
 TestInMemory = _case(Machine, 50)
 TestInADirectory = _case(StoredMachine, 40)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.booleans(), st.integers(1, 9), st.integers(0, 30)), max_size=60),
+    align=st.sampled_from([1, 4]),
+)
+def test_rows_are_handed_out_once_and_come_back_whole(steps: list[tuple[bool, int, int]], align: int) -> None:
+    allocator = RowAllocator(3, 10_000, align)
+    taken: list[tuple[int, int]] = []
+    for take, rows, which in steps:
+        if take or not taken:
+            start = allocator.take(rows)
+            assert start >= 3
+            assert start % align == 0
+            mine = set(range(start, start + rows))
+            assert not any(mine & set(range(other, other + size)) for other, size in taken)
+            taken.append((start, rows))
+        else:
+            allocator.give_back(*taken.pop(which % len(taken)))
+        allocator._check()
+    peak = allocator.used_until
+    for start, rows in taken:
+        allocator.give_back(start, rows)
+    allocator._check()
+    if peak > allocator._first:  # one free run is left, and it is used before anything new is
+        assert allocator.take(peak - allocator._first) == allocator._first
+        assert allocator.used_until == peak
+
+
+def test_rows_that_are_not_there_are_not_handed_out() -> None:
+    allocator = RowAllocator(0, 10)
+    allocator.take(6)
+    with pytest.raises(MemoryError, match="5 rows of 10"):
+        allocator.take(5)
+    assert allocator.take(4) == 6
 
 
 def test_the_machine_would_notice() -> None:

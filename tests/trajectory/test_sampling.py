@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import mmap
 import random
+import subprocess
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -414,6 +416,30 @@ def test_saving_and_loading_again_and_again_keeps_texts_as_they_are(tmp_path: Pa
     assert max(np.diff(counts)) < 30
 
 
+def test_without_torch_the_same_is_drawn() -> None:
+    program = """
+import sys
+sys.modules["torch"] = None
+import numpy as np
+from forebay.trajectory import MixedReplay, TrajectoryReplayBuffer
+with TrajectoryReplayBuffer(seed=5, rank=2) as buffer:
+    buffer.add_trajectories([{"rewards": np.zeros((30, 2)), "curr_obs": {"x": ["a", "b"]}}])
+    batch = MixedReplay({buffer: 1}).sample(20)
+    print(type(batch["step"]).__name__, batch["step"].tolist(), batch["curr_obs"]["x"])
+    try:
+        TrajectoryReplayBuffer(arrays="torch")
+    except ValueError as error:
+        print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    with TrajectoryReplayBuffer(seed=5, rank=2) as buffer:
+        buffer.add_trajectories([{"rewards": np.zeros((30, 2)), "curr_obs": {"x": ["a", "b"]}}])
+        batch = buffer.sample(20)
+    first, second = found.stdout.splitlines()
+    assert first == f"ndarray {batch['step'].tolist()} {batch['curr_obs']['x']}"
+    assert "forebay[torch]" in second
+
+
 def test_torch_and_numpy_draw_the_same() -> None:
     made = several(2, 4, text=True)
     with TrajectoryReplayBuffer(arrays="torch") as one, TrajectoryReplayBuffer(arrays="numpy") as other:
@@ -728,6 +754,15 @@ def test_rewards_are_summed_over_what_may_be_drawn(kind: str) -> None:
         stats = buffer.get_stats()
         assert (stats["reward_sum"], stats["transitions"]) == (7.0, 11)
         assert stats["reward_mean"] == pytest.approx(7 / 11)
+
+
+def test_rewards_may_be_infinite_or_no_numbers() -> None:
+    """Without a word of numpy, which is an error where warnings are."""
+    with TrajectoryReplayBuffer() as buffer:
+        for pair in ([np.inf, 1.0], [-np.inf, 1.0], [np.inf, -np.inf], [1e308, 1e308], [np.nan, 1.0]):
+            buffer.add_trajectories([{"rewards": np.array(pair).reshape(2, 1)}])
+            assert np.isnan(buffer.get_stats()["reward_sum"]) == (len(buffer) > 1)
+            assert len(buffer.sample(4)["rewards"]) == 4
 
 
 def test_figures_of_an_empty_buffer_are_there() -> None:

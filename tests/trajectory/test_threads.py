@@ -7,6 +7,7 @@ was torn. Waits of threads have a time limit that only matters if something is w
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -215,6 +216,32 @@ def test_closing_in_the_middle_is_the_only_error(stored: bool, after_s: float, t
             assert again.get_stats()["left_out_damaged"] == 0
             if again.num_transitions:
                 known.check(again.sample(500))
+
+
+def test_a_fork_cannot_use_the_buffer() -> None:
+    """Threads and locks do not come along; it says so instead of hanging."""
+    with TrajectoryReplayBuffer() as buffer:
+        buffer.add_trajectories([small()])
+        child = os.fork()
+        if not child:
+            code = 1
+            try:
+                calls: list[Callable[[], object]] = [
+                    lambda: buffer.sample(1),
+                    lambda: buffer.add_trajectories([small()]),
+                    lambda: len(buffer),
+                    buffer.clear,
+                    buffer.flush,
+                ]
+                for call in calls:
+                    with pytest.raises(BufferClosed, match="after a fork"):
+                        call()
+                buffer.close()  # which is nothing here
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert buffer.sample(2)["step"].shape == (2,)
 
 
 # --- the first one --------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from forebay.checks import whole_number
 from forebay.errors import InvalidConfig, InvalidInput, WaitTimeout
 from forebay.trajectory.gather import Batch, Gatherer
@@ -154,7 +156,8 @@ class TrajectoryReplayBuffer(SavingBuffer):
         with self._changed:
             window, writer = self._window, self._writer
             rows = None if window is None else window.index.rows
-            rewards = 0.0 if rows is None else float(rows["reward"].sum())
+            with np.errstate(all="ignore"):  # rewards may be infinite
+                rewards = 0.0 if rows is None else float(rows["reward"].sum())
             added_at = time.time() if rows is None or not len(rows) else float(rows["added_at"][0])
             transitions, trajectories = self.num_transitions, len(self)
             disk = [segment for number, segment in self._segments.items() if number > 0]

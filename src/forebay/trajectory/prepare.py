@@ -158,7 +158,8 @@ def _reward(leaf: Leaf, valid: np.ndarray[Any, Any] | None) -> float:
         rewards = (rewards.astype(np.uint32) << 16).view(np.float32)
     if valid is not None:
         rewards = np.moveaxis(rewards, 2, 0).reshape(len(valid), -1)[valid]
-    return float(rewards.sum(dtype=np.float64))
+    with np.errstate(all="ignore"):  # rewards may be infinite
+        return float(rewards.sum(dtype=np.float64))
 
 
 def _runs(joined: np.ndarray[Any, Any], valid: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:

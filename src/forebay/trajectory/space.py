@@ -21,7 +21,7 @@ from forebay.trajectory.schema import Layout, Strip
 
 __all__ = ["Space", "Table"]
 
-_MOST_ADDRESSES, _LEAST_ADDRESSES = 2**42, 2**28
+_MOST_ADDRESSES, _LEAST_ADDRESSES = 2**41, 2**28
 
 
 class Table:
