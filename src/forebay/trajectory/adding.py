@@ -69,7 +69,7 @@ class AddingBuffer(BufferBase):
         self._check_size(prepared, layout)
         with self._changed:
             window = self._window or self._set_layout(layout)
-            if window.space.layout.schema != schema:
+            if window.space.layout.schema is not schema and window.space.layout.schema != schema:
                 raise InvalidTrajectory(
                     "another thread added the first trajectory meanwhile, and its fields are others; add this one again"
                 )
@@ -140,10 +140,10 @@ class AddingBuffer(BufferBase):
         sizes: list[int],
         weights: list[int],
     ) -> list[int]:
-        now = time.time()
+        now, writer = time.time(), self._writer
         jobs = [
-            # Without the arrays of the caller, which it may want to be rid of.
-            Job(self._next_id + k, one._replace(leaves={}), code, now, *place, size)
+            # What waits goes without the arrays of the caller, which it may want to be rid of.
+            Job(self._next_id + k, one if writer is None else one._replace(leaves={}), code, now, *place, size)
             for k, (one, place, size, code) in enumerate(zip(prepared, places, sizes, weights, strict=True))
         ]
         listing = Listing.joined(
@@ -151,9 +151,9 @@ class AddingBuffer(BufferBase):
         )
         self._next_id += len(jobs)
         self._added += len(jobs)
-        if self._writer is not None:
-            self._writer.submit(jobs)
-        window.append(listing, pending=self._writer is not None)
+        if writer is not None:
+            writer.submit(jobs)
+        window.append(listing, sum(sizes), pending=writer is not None)
         self._retain()
         self._changed.notify_all()
         return [job.id for job in jobs]

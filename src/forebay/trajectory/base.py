@@ -148,7 +148,8 @@ class BufferBase:
                     raise
                 # Its files were there a moment ago: who writes has let go of them.
                 newest = newest.chosen(np.flatnonzero(newest.rows["segment"] != number))
-        window.append(_absolute(newest, self._segments), pending=False)
+        size = int(newest.bytes(window.space.layout).sum())
+        window.append(_absolute(newest, self._segments), size, pending=False)
         for name, table in (("step", window.space.steps), ("observation", window.space.observations)):
             for row in window.index.listing().rows[max(len(newest) - self._cached, 0) :] if self._cached else ():
                 rows = int(row["steps"] * row["envs"]) if name == "step" else int(row["observations"])

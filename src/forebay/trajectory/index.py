@@ -31,6 +31,8 @@ class Tape:
         self._names = tuple(columns)
         self._size = 64
         self._arrays = [np.empty(self._size, dtype) for dtype in columns.values()]
+        # Records as plain bytes: numpy copies them field by field otherwise.
+        self._plain = [np.dtype(f"V{array.itemsize}") if array.dtype.names else None for array in self._arrays]
         self._offset = 0  # the number of the first element of the arrays
         self.first = self.end = 0
 
@@ -39,8 +41,11 @@ class Tape:
         start = self.end - self._offset
         if start + count > self._size:
             start = self._grow(count)
-        for array, value in zip(self._arrays, values, strict=True):
-            array[start : start + count] = value
+        for array, plain, value in zip(self._arrays, self._plain, values, strict=True):
+            if plain is None:
+                array[start : start + count] = value
+            else:
+                array.view(plain)[start : start + count] = value.view(plain)
         self.end += count
 
     def _grow(self, count: int) -> int:
@@ -132,7 +137,11 @@ class _Runs:
         self._sums: dict[int, Tape] = {}
 
     def append(self, slots: int | np.ndarray[Any, Any], runs: np.ndarray[Any, Any]) -> None:
-        self.tape.append(len(runs), slots, runs[:, 0], runs[:, 1])
+        if len(runs) == 1:
+            (local, length) = runs[0].tolist()
+            self.tape.append(1, slots, local, length)
+        else:
+            self.tape.append(len(runs), slots, runs[:, 0], runs[:, 1])
 
     def listed(self) -> np.ndarray[Any, Any]:
         """All of them, as a listing has them."""

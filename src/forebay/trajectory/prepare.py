@@ -99,26 +99,23 @@ def prepare(found: Aligned, leaves: dict[Path, Leaf], layout: Layout, encode: En
 def write(prepared: Prepared, space: Space, first_step: int, first_observation: int) -> None:
     """Copy it into rows that were taken for it."""
     envs = prepared.envs
-    for strip, records in zip(space.steps.strips, space.steps.records, strict=True):
-        rows = records[first_step : first_step + prepared.rows]
-        for k, (path, _, _) in enumerate(strip.fields):
-            target = rows[f"f{k}"]
+    for strip, columns in zip(space.steps.strips, space.steps.columns, strict=True):
+        for column, (path, _, _) in zip(columns, strip.fields, strict=True):
+            target = column[first_step : first_step + prepared.rows]
             if path == VALID:
                 target[:] = True if prepared.valid is None else prepared.valid
             elif path == NEXT:
                 assert prepared.following is not None
                 target[:] = prepared.following.rows
             else:
-                _by_env(target, envs)[:] = _environments_first(prepared.leaves[path], target.shape)
+                _copy(target, prepared.leaves[path], envs)
     extra = prepared.following
     if extra is None:
         return
-    for strip, records in zip(space.observations.strips, space.observations.records, strict=True):
-        rows = records[first_observation : first_observation + prepared.observations]
-        for k, (path, _, _) in enumerate(strip.fields):
-            target = rows[f"f{k}"]
-            now = target[: prepared.rows]
-            _by_env(now, envs)[:] = _environments_first(prepared.leaves[("curr_obs", *path)], now.shape)
+    for strip, columns in zip(space.observations.strips, space.observations.columns, strict=True):
+        for column, (path, _, _) in zip(columns, strip.fields, strict=True):
+            target = column[first_observation : first_observation + prepared.observations]
+            _copy(target[: prepared.rows], prepared.leaves[("curr_obs", *path)], envs)
             following = prepared.leaves[("next_obs", *path)]
             following = following.reshape(prepared.steps, *following.shape[2:])
             target[prepared.rows :] = following[extra.step, extra.env]
@@ -131,17 +128,13 @@ def _encoded(path: Path, leaf: Leaf, encode: Encode) -> np.ndarray[Any, Any]:
         raise InvalidTrajectory(f"{dotted(path)}: {error}") from None
 
 
-def _by_env(rows: np.ndarray[Any, Any], envs: int) -> np.ndarray[Any, Any]:
-    return rows.reshape(envs, len(rows) // envs, *rows.shape[1:])
-
-
-def _environments_first(values: np.ndarray[Any, Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """`[epoch, step, env, ...]` as `[env, T, ...]`."""
-    epochs, steps, envs = values.shape[:3]
-    if epochs == 1:
-        whole: np.ndarray[Any, Any] = values[0].swapaxes(0, 1)
-        return whole
-    return np.moveaxis(values, 2, 0).reshape(envs, epochs * steps, *shape[1:])
+def _copy(rows: np.ndarray[Any, Any], values: np.ndarray[Any, Any], envs: int) -> None:
+    """Write `[epoch, step, env, ...]` into rows, environment after environment."""
+    epochs, steps = values.shape[:2]
+    if epochs == envs == 1:
+        rows[:] = values[0, :, 0]
+    else:
+        rows.reshape(envs, epochs, steps, *rows.shape[1:])[:] = np.moveaxis(values, 2, 0)
 
 
 def _valid(values: dict[Path, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any] | None:

@@ -36,10 +36,13 @@ class Table:
         self.raw: list[np.ndarray[Any, Any]] = []
         """By strip: rows with named fields."""
         self.records: list[np.ndarray[Any, Any]] = []
+        """By strip and field: its values in all rows."""
+        self.columns: list[list[np.ndarray[Any, Any]]] = []
         for strip, region in zip(self.strips, self._regions, strict=True):
             data = region.bytes[: rows * strip.row_bytes]
             self.raw.append(data.reshape(rows, strip.row_bytes))
             self.records.append(data.view(strip.dtype()))
+            self.columns.append([self.records[-1][f"f{k}"] for k in range(len(strip.fields))])
         self._memory = RowAllocator(0, rows // 2)
         self._files = RowAllocator(rows // 2, rows, align=PAGE_BYTES)
 

@@ -75,10 +75,10 @@ class Window:
         self.space.steps.give_back(first_step, steps)
         self.space.observations.give_back(first_observation, observations)
 
-    def append(self, listing: Listing, *, pending: bool) -> None:
-        """Trajectories whose rows (absolute ones) are written become visible; the oldest leave."""
+    def append(self, listing: Listing, size: int, *, pending: bool) -> None:
+        """Trajectories of `size` bytes whose rows (absolute ones) are written become visible; the oldest leave."""
         first = self.index.append(listing)
-        self.bytes += sum(self._bytes(_rows_of(Row(*row))) for row in listing.rows.tolist())
+        self.bytes += size
         if pending:
             for k, number in enumerate(listing.rows["id"].tolist()):
                 self._pending[number] = first + k
