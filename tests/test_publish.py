@@ -18,7 +18,8 @@ from forebay.checkpoint import CheckpointWriter, open_checkpoint
 from forebay.errors import CheckpointError, DamagedData, InvalidInput
 from forebay.files import FileOps
 from forebay.publish import DirectoryWriter, Envelope, NewerVersion, open_plain, open_published
-from tests.test_checkpoint_format import Failing, failure
+from tests.failing_files import Failing
+from tests.test_checkpoint_format import failure
 
 ENVELOPE = Envelope("forebay-things", 3)
 OURS = re.compile(r"(kept|made)-[0-9]+\.bin", re.ASCII)

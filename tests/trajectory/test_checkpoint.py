@@ -23,19 +23,9 @@ from forebay.trajectory import TrajectoryReplayBuffer
 from forebay.trajectory.checkpoint import ENVELOPE, open_contents
 from forebay.trajectory.listing import ROW
 from forebay.trajectory.store import Store
+from tests.failing_files import Failing
 from tests.trajectory.crash_child import Buffer, check_batch, check_trajectory, make
-from tests.trajectory.test_store import (
-    Failing,
-    apart,
-    check_all,
-    column_files,
-    filled,
-    ids_of,
-    killed,
-    opened,
-    reading,
-    settle,
-)
+from tests.trajectory.test_store import apart, check_all, column_files, filled, ids_of, killed, opened, reading, settle
 
 Trajectories = TrajectoryReplayBuffer
 
