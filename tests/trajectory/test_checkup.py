@@ -109,10 +109,10 @@ def test_numbers_that_lead_nowhere_are_found_behind_good_checksums(tmp_path: Pat
             buffer.add_trajectories([make(0), make(1)])
             assert buffer._window is not None
             table = getattr(buffer._window.space, table_name)
-            for strip, records in zip(table.strips, table.records, strict=True):
+            for strip, columns in zip(table.strips, table.columns, strict=True):
                 for k, (path, _, _) in enumerate(strip.fields):
                     if path == (field,):
-                        records[f"f{k}"][0] = value
+                        columns[k][0] = value
             buffer.save_checkpoint(tmp_path / field)
         (found,) = [finding for finding in verify(tmp_path / field) if finding.level is Level.ERROR]
         assert found.message == f"1 of 2 trajectories: 0: each {problem}"

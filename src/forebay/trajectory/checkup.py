@@ -246,7 +246,7 @@ def _places(table: Table) -> Iterator[tuple[LeafPath, str, tuple[int, int]]]:
 
 
 def _values(table: Table, place: tuple[int, int], first: int, rows: int) -> np.ndarray[Any, Any]:
-    values: np.ndarray[Any, Any] = table.records[place[0]][f"f{place[1]}"][first : first + rows]
+    values: np.ndarray[Any, Any] = table.columns[place[0]][place[1]][first : first + rows]
     return np.ascontiguousarray(values)
 
 

@@ -24,9 +24,9 @@ def read_trajectory(space: Space, row: Mapping[str, Any], texts: Sequence[str]) 
     result = Trajectory(max_episode_length=int(row["longest"]), model_weights_id=texts[int(row["weights"])])
     texts = texts[int(row["texts"]) :]
     following = None
-    for strip, records in zip(space.steps.strips, space.steps.records, strict=True):
-        for k, (path, field, _) in enumerate(strip.fields):
-            values = records[first : first + rows][f"f{k}"]
+    for strip, columns in zip(space.steps.strips, space.steps.columns, strict=True):
+        for column, (path, field, _) in zip(columns, strip.fields, strict=True):
+            values = column[first : first + rows]
             if path == NEXT:
                 following = np.clip(values, 0, observations - 1)
             elif path == VALID:
@@ -34,9 +34,9 @@ def read_trajectory(space: Space, row: Mapping[str, Any], texts: Sequence[str]) 
                     result.valid = _by_time(values, steps, envs)
             else:
                 _put(result, path, _shown(field, _by_time(values, steps, envs), texts))
-    for strip, records in zip(space.observations.strips, space.observations.records, strict=True):
-        for k, (path, field, _) in enumerate(strip.fields):
-            values = records[first_observation : first_observation + observations][f"f{k}"]
+    for strip, columns in zip(space.observations.strips, space.observations.columns, strict=True):
+        for column, (path, field, _) in zip(columns, strip.fields, strict=True):
+            values = column[first_observation : first_observation + observations]
             assert following is not None
             _put(result, ("curr_obs", *path), _shown(field, _by_time(values[:rows], steps, envs), texts))
             _put(result, ("next_obs", *path), _shown(field, _by_time(values[following], steps, envs), texts))

@@ -71,12 +71,6 @@ class Region:
         _libc.madvise(start, wanted - self._committed, _HUGE_PAGES)  # where there are none, nothing happens
         self._committed = wanted
 
-    def release_memory(self) -> None:
-        """Give all memory back; what was in it reads as zeros."""
-        if self._committed:
-            self._reserve(0, self._committed)
-            self._committed = 0
-
     def map_file(self, offset: int, descriptor: int, size: int) -> None:
         """Map a file read-only at a multiple of the page size. Rows that it does not have must not be touched."""
         address = _libc.mmap(self.address + offset, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, descriptor, 0)
@@ -94,9 +88,7 @@ class Region:
             _libc.madvise(start, size, _WILL_NEED)
 
     def unmap(self, offset: int, size: int) -> None:
-        self._reserve(offset, size)
-
-    def _reserve(self, offset: int, size: int) -> None:
+        """Let a file go; its addresses stay reserved."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
         _libc.mmap(self.address + offset, size, _NONE, flags, -1, 0)
 
@@ -151,11 +143,6 @@ class RowAllocator:
             return
         self._starts.insert(k, start)
         self._ends.insert(k, end)
-
-    def clear(self) -> None:
-        self.used_until, self._next = self._first, 0
-        self._starts.clear()
-        self._ends.clear()
 
     def _check(self) -> None:
         """Free runs are in order, apart from each other, and inside."""

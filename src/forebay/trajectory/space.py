@@ -32,17 +32,15 @@ class Table:
         self.row_bytes = sum(strip.row_bytes for strip in strips)
         self._regions, rows = _reserve([strip.row_bytes for strip in strips])
         self.rows = rows
-        """By strip: rows of plain bytes."""
         self.raw: list[np.ndarray[Any, Any]] = []
-        """By strip: rows with named fields."""
-        self.records: list[np.ndarray[Any, Any]] = []
-        """By strip and field: its values in all rows."""
+        """By strip: rows of plain bytes."""
         self.columns: list[list[np.ndarray[Any, Any]]] = []
+        """By strip and field: its values in all rows."""
         for strip, region in zip(self.strips, self._regions, strict=True):
             data = region.bytes[: rows * strip.row_bytes]
             self.raw.append(data.reshape(rows, strip.row_bytes))
-            self.records.append(data.view(strip.dtype()))
-            self.columns.append([self.records[-1][f"f{k}"] for k in range(len(strip.fields))])
+            records = data.view(strip.dtype())
+            self.columns.append([records[f"f{k}"] for k in range(len(strip.fields))])
         self._memory = RowAllocator(0, rows // 2)
         self._files = RowAllocator(rows // 2, rows, align=PAGE_BYTES)
 
@@ -97,12 +95,6 @@ class Table:
         for strip, region in zip(self.strips, self._regions, strict=True):
             region.unmap(first * strip.row_bytes, rows * strip.row_bytes)
         self._files.give_back(first, rows)
-
-    def release_memory(self) -> None:
-        """Give all rows of memory back to the system; nobody may look at one."""
-        self._memory.clear()
-        for region in self._regions:
-            region.release_memory()
 
 
 class Space:

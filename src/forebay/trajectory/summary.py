@@ -215,7 +215,7 @@ def _chunks(reader: Reader, steps: Steps) -> Iterator[tuple[LeafPath, np.ndarray
     if space is None:
         return
     measured = [
-        (path if table is space.steps else ("curr_obs", *path), field, table.records[strip_number][f"f{k}"], table)
+        (path if table is space.steps else ("curr_obs", *path), field, table.columns[strip_number][k], table)
         for table in (space.steps, space.observations)
         for strip_number, strip in enumerate(table.strips)
         for k, (path, field, _) in enumerate(strip.fields)
