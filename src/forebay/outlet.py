@@ -80,8 +80,12 @@ class Outlet:
             floors={task_name: limit.floors(train_step) for task_name, limit in limits.items()},
             lease_id=lease_id,
             train_step=train_step,
+            watermarks=self._ageing.watermarks(train_step, limits) if self._storage.claims_with_watermarks else {},
         )
-        await self._ageing.advance(train_step, limits)
+        if self._storage.claims_with_watermarks:
+            self._ageing.advanced(train_step, limits)
+        else:
+            await self._ageing.advance(train_step, limits)
 
         async def attempt() -> Claimed | None:
             await self.prepare(wants)

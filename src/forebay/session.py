@@ -17,7 +17,7 @@ from typing import TypeVar
 from forebay import report
 from forebay.errors import BufferClosed, InvalidInput, NoRoom, WaitTimeout, WrongEventLoop
 from forebay.rollout import Status
-from forebay.storage.base import Settings, Storage
+from forebay.storage.base import Ready, Reaped, Settings, Storage
 from forebay.threads import in_thread
 from forebay.waiting import Changes, Deadline, Heartbeat, Waits
 
@@ -26,6 +26,7 @@ __all__ = ["Session"]
 T = TypeVar("T")
 
 _SHARED_LEASE_S = 60.0
+_NONE_REAPED = Reaped({}, None)
 
 
 class Session:
@@ -122,6 +123,8 @@ class Session:
 
     async def reap(self) -> None:
         """Bring back what dead holders had, if the time of one of them can be up."""
+        if self.storage.reaps_itself:
+            return
         now = asyncio.get_running_loop().time()
         if self.storage.shared and now < self._reap_at:
             return  # asking costs a round trip there
@@ -132,9 +135,17 @@ class Session:
     # --- waiting --------------------------------------------------------------------------------------
 
     async def until(
-        self, attempt: Callable[[], Awaitable[T | None]], what: str, tasks: Collection[str], timeout_s: float | None
+        self,
+        attempt: Callable[[], Awaitable[T | None]],
+        what: str,
+        tasks: Collection[str],
+        timeout_s: float | None,
+        ready: Ready | None = None,
     ) -> T:
-        """Repeat an attempt after every change until it finds something; WaitTimeout explains what was missing."""
+        """Repeat an attempt after every change until it finds something; WaitTimeout explains what was missing.
+
+        `ready`: what has to be there at the least, for a storage that can wait for that by itself.
+        """
         changes = await self.ready()
         deadline = Deadline(timeout_s)
         ticket = changes.ticket
@@ -143,7 +154,7 @@ class Session:
             return found
         with self.waits.listed(what, tasks):
             while True:
-                await self._wait(changes, ticket, deadline, what)
+                await self._wait(changes, ticket, deadline, what, ready)
                 ticket = changes.ticket
                 found = await attempt()
                 if found is not None:
@@ -173,18 +184,19 @@ class Session:
                         f"max_{unit}"
                     ) from full
         deadline = Deadline(timeout_s)
+        ready = Ready(room_groups=len(sizes), room_bytes=sum(sizes))
         with self.waits.listed(what, (task_name,)):
             while True:
-                await self._wait(changes, ticket, deadline, what)
+                await self._wait(changes, ticket, deadline, what, ready)
                 ticket = changes.ticket
                 try:
                     return await attempt()
                 except NoRoom:
                     continue
 
-    async def _wait(self, changes: Changes, ticket: int, deadline: Deadline, what: str) -> None:
+    async def _wait(self, changes: Changes, ticket: int, deadline: Deadline, what: str, ready: Ready | None) -> None:
         """Until something changed, the next deadline of a holder passed, or our own time is up."""
-        reaped = await self.storage.reap()
+        reaped = _NONE_REAPED if self.storage.reaps_itself else await self.storage.reap()
         if reaped.returned:
             return
         left_s = deadline.left_s()
@@ -193,7 +205,7 @@ class Session:
             raise WaitTimeout(what, deadline.timeout_s, await self.explain())
         # A holder that came after this look has no deadline in it: look again within a lease's time.
         ends = [seconds for seconds in (left_s, reaped.next_s, self.lease_s) if seconds is not None]
-        await changes.wait(ticket, min(ends) if ends else None)
+        await changes.wait(ticket, min(ends) if ends else None, lambda: self.storage.watch(ready))
 
     async def explain(self) -> str:
         """What is being waited for, what there is of it, and who holds the rest."""

@@ -77,19 +77,31 @@ class Changes:
         self._closed = True
         self._wake()
 
-    async def wait(self, ticket: int, timeout_s: float | None) -> None:
-        """Until something changed after the ticket, or for `timeout_s`."""
+    async def wait(
+        self, ticket: int, timeout_s: float | None, watch: Callable[[], asyncio.Future[None] | None] | None = None
+    ) -> None:
+        """Until something changed after the ticket, or for `timeout_s`.
+
+        `watch` begins what has the storage tell of changes, if it has to be asked to; if that fails, so does the wait.
+        """
         if self._seen == ticket and not self._closed:
             waiter = self._loop.create_future()
             self._waiters.add(waiter)
+            watching = None if watch is None else watch()
             try:
-                if timeout_s is None:
+                if watching is not None:
+                    await asyncio.wait((waiter, watching), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                    if watching.done() and not self._closed:
+                        watching.result()
+                elif timeout_s is None:
                     await waiter
                 else:
                     await asyncio.wait((waiter,), timeout=timeout_s)
             finally:
                 self._waiters.discard(waiter)
                 waiter.cancel()
+                if watching is not None:
+                    watching.cancel()
         else:
             await asyncio.sleep(0)  # whoever causes changes by looking at them must not keep the loop from others
         if self._closed:

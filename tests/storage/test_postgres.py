@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import unittest
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import ml_dtypes
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,6 +27,7 @@ from forebay.errors import (
     InvalidQuery,
     LostLease,
     StorageUnavailable,
+    UnreadableData,
 )
 from forebay.ledger import Account, Event, Place
 from forebay.query import Node, parse, predicate
@@ -694,6 +698,22 @@ async def test_a_claim_whose_commit_nobody_answered_is_undone_if_it_happened(
         monkeypatch.undo()
         await storage.put([by_hand()], owner="me")
         assert await line(storage) == {"issued": 4, "buffered": 4}
+
+
+async def test_an_intact_payload_that_cannot_be_read_here_is_not_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = make_group(1)
+    group[0].extra_fields = {"image": np.ones(3, ml_dtypes.bfloat16)}
+    storage = schemas.make()
+    async with opened(storage):
+        arrival = Arrival(task_name="math", content=Content(tuple(group), describe(group)))
+        (record,) = await storage.put([arrival], owner="me")
+        monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+        for call in (storage.claim(take(1)), storage.claim(lease(1)), storage.read(record.uid)):
+            with pytest.raises(UnreadableData, match="needs the package ml_dtypes"):
+                await call
+        monkeypatch.undo()
+        assert await line(storage) == {"issued": 1, "buffered": 1}
+        assert await storage.read(record.uid) is not None
 
 
 def listener(tasks: Collection[str]) -> None:

@@ -30,10 +30,11 @@ must open it with the same settings.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping, Sequence
-from typing import ClassVar, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import msgspec
 
@@ -44,6 +45,9 @@ from forebay.record import Facts, Record, Row, Tags
 from forebay.rollout import Group, Status
 from forebay.staleness import Floors
 
+if TYPE_CHECKING:
+    from forebay.storage.calls import Answered
+
 __all__ = [
     "Arrival",
     "Claim",
@@ -52,6 +56,7 @@ __all__ = [
     "Holding",
     "Listener",
     "Purpose",
+    "Ready",
     "Reaped",
     "Revision",
     "Settings",
@@ -112,7 +117,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     For every task at most `wants[task]` buffered groups that have one of `statuses` (an earlier status before a
     later one) and are fresh under both the task's watermark and `floors[task]`, in the order of the
-    settings. `whole`: all that is wanted of every task, or nothing.
+    settings. `whole`: all that is wanted of every task, or nothing. `watermarks` are set first; only storages that say
+    so get any (`claims_with_watermarks`).
     """
 
     wants: Mapping[str, int]
@@ -123,6 +129,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     floors: Mapping[str, Floors] = {}
     lease_id: str | None = None
     train_step: int | None = None
+    watermarks: Mapping[str, Watermark] = {}
 
 
 Claimed: TypeAlias = "dict[str, list[Row]]"
@@ -176,6 +183,15 @@ class Snapshot(msgspec.Struct, frozen=True):
     rows: AsyncGenerator[Row, None]
 
 
+class Ready(msgspec.Struct, frozen=True, kw_only=True):
+    """What a wait is for: so many fresh buffered groups of a status by task, and room for so much more."""
+
+    wants: Mapping[str, int] = {}
+    status: Status = Status.COMPLETED
+    room_groups: int = 0
+    room_bytes: int = 0
+
+
 Listener: TypeAlias = "Callable[[Collection[str]], None]"
 
 
@@ -188,10 +204,21 @@ class Storage(ABC):
     durable: ClassVar[bool] = False
     """Whether what was acknowledged survives the process."""
 
+    reaps_itself: ClassVar[bool] = False
+    """Whether it brings back what dead owners held, and wakes those who wait, without being asked."""
+
+    claims_with_watermarks: ClassVar[bool] = False
+    """Whether a claim may bring watermarks along, because each call costs a way to somewhere else."""
+
     @property
     def store_id(self) -> str | None:
         """Names a durable store for good, so that a checkpoint knows the store that it was made from."""
         return None
+
+    @property
+    def keeps_references(self) -> bool:
+        """Whether references in samples stay what they are; else it gets their values (`references.Resolved`)."""
+        return not self.durable
 
     # --- life ---------------------------------------------------------------------------------------
 
@@ -221,6 +248,18 @@ class Storage(ABC):
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         """Call `listener` after changes; returns what ends that."""
 
+    def watch(self, ready: Ready | None) -> asyncio.Future[None] | None:
+        """For a storage that lives elsewhere, and hears of changes only while somebody waits.
+
+        The future is done (after the listeners were called) when what is waited for may be there, or, if `ready` is
+        None, when anything changed since the last answer. It fails if waiting makes no sense. Cancel it to stop.
+        """
+        return None
+
+    def may_be_due(self, task_name: str) -> bool:
+        """Whether `due` could find something; False only if the last answer of the storage said so. Never waits."""
+        return True
+
     # --- moves --------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -249,6 +288,14 @@ class Storage(ABC):
         Rows come back as they are now; those that were taken for good, as they were in the buffer.
 
         With a `choose` policy, TAKE and LEASE show it the first 1,024 rows that qualify, in arrival order.
+        """
+
+    @abstractmethod
+    async def undo(self, claim: Claim, claimed: Claimed) -> None:
+        """Put back what a claim moved whose caller never learned of it: each to its old place in the order.
+
+        Rows that have moved on since are left alone. What was taken for good is booked back, so undo it only once.
+        With `calls.CALL` set to the claim's own call, the stored answer goes in the same step.
         """
 
     @abstractmethod
@@ -282,6 +329,14 @@ class Storage(ABC):
         """End every buffered group that matches, each one alone: others may act in between. Groups by task."""
 
     @abstractmethod
+    async def fail(self, reasons: Mapping[int, str]) -> dict[str, int]:
+        """End rows by uid as failed, each with its reason, whoever holds them; groups by task.
+
+        For groups whose payload cannot be had any more; no other step may end a group at every place. Those in the
+        archive have ended already: they are only removed, and not counted. Unknown ones are passed over.
+        """
+
+    @abstractmethod
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
         """Set the priority of rows by uid; how many there were."""
 
@@ -299,6 +354,19 @@ class Storage(ABC):
 
         Watermarks go back to the step after it.
         """
+
+    # --- calls that may come twice --------------------------------------------------------------------
+
+    async def answer(self, client: str, sequence: int) -> Answered | None:
+        """What this call returned, if it was done and is remembered: see `calls`.
+
+        LostLease if it was a claim, and what it handed out is no longer held; then nothing of it is.
+        """
+        return None
+
+    async def forget(self, client: str) -> None:
+        """Drop all answers of a client that will ask no more."""
+        return
 
     # --- reads --------------------------------------------------------------------------------------
 

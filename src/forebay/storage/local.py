@@ -14,25 +14,16 @@ from collections.abc import Collection, Mapping, Sequence
 from msgspec.structs import replace
 
 from forebay.errors import CursorMoved, DuplicateGroup, LostLease, NoRoom
-from forebay.ledger import (
-    Account,
-    End,
-    Event,
-    Place,
-    Watermark,
-    arrival_event,
-    check_move,
-    rewound_watermark,
-    take_event,
-)
+from forebay.ledger import Account, End, Event, Place, Watermark, arrival_event, check_move, rewound_watermark
 from forebay.policy import CHOICE_ROWS, checked_choice
 from forebay.query import Node, pins, predicate
 from forebay.record import Record, Row, number_rollouts
-from forebay.rollout import Status, group_status
+from forebay.rollout import Status
 from forebay.staleness import EXPIRABLE, Floors
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Reaped, Revision
+from forebay.storage.calls import Applied, Counted, Done, Stored
 from forebay.storage.contents import new_record, revised_record
-from forebay.storage.local_base import LocalBase
+from forebay.storage.local_ends import LocalEnds, claim_event
 
 __all__ = ["LocalStorage", "claim_event"]
 
@@ -44,7 +35,7 @@ _SLICE = 512
 """Records looked at before the event loop gets its turn."""
 
 
-class LocalStorage(LocalBase):
+class LocalStorage(LocalEnds):
     """A storage over a table in this process."""
 
     async def reap(self) -> Reaped:
@@ -86,14 +77,14 @@ class LocalStorage(LocalBase):
         account.cursor += len(contents)
         if source_state is not None:
             account.source_state = source_state
-        await self._finish(())
+        await self._finish((), Stored(records))
         return records
 
     async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
         returning = self._check_arrivals(arrivals, owner)
         named = {(arrival.task_name, arrival.group_id) for arrival in arrivals}
         records = [self._arrive(arrival, row, named) for arrival, row in zip(arrivals, returning, strict=True)]
-        await self._finish({arrival.task_name for arrival in arrivals})
+        await self._finish({arrival.task_name for arrival in arrivals}, Stored(records))
         return records
 
     def _check_arrivals(self, arrivals: Sequence[Arrival], owner: str) -> list[Row | None]:
@@ -263,7 +254,7 @@ class LocalStorage(LocalBase):
                 self._end(row, target, reason)
             else:
                 self._nack(row)
-        await self._finish(tasks)
+        await self._finish(tasks, Done())
 
     async def release(self, owner: str) -> dict[str, int]:
         released = self._release(owner)
@@ -339,7 +330,7 @@ class LocalStorage(LocalBase):
                 account.reset_tokens += max(0, record.tokens - revision.content.facts.tokens)
                 group = self._kept(revision.content, record.task_name, record.group_id)
                 self._table.replace(record, Row(revised_record(record, revision.content), group))
-        await self._finish(tasks)
+        await self._finish(tasks, Applied(applied))
         return applied
 
     async def discard(self, node: Node, reason: str) -> dict[str, int]:
@@ -356,7 +347,7 @@ class LocalStorage(LocalBase):
             self._end(row, target, reason)
             task_name = row.record.task_name
             discarded[task_name] = discarded.get(task_name, 0) + 1
-        await self._finish(discarded)
+        await self._finish(discarded, Counted(discarded))
         return discarded
 
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
@@ -385,7 +376,7 @@ class LocalStorage(LocalBase):
             back = replace(
                 record,
                 place=Place.BUFFERED,
-                status=group_status(row.group),
+                status=self._status_of(row),
                 train_step=None,
                 revision=record.revision + 1,
                 moved_at=self._clock(),
@@ -446,58 +437,3 @@ class LocalStorage(LocalBase):
         row = Row(record, group)
         self._table.add(row)
         return row
-
-    def _end(self, row: Row, end: End, reason: str | None) -> None:
-        self._end_rows(row.record.task_name, (row,), end, reason)
-
-    def _end_rows(self, task_name: str, rows: Sequence[Row], end: End, reason: str | None) -> None:
-        """Book rows out, and remove or archive them."""
-        if not rows:
-            return
-        tokens = sum([row.record.tokens for row in rows])
-        self._account(task_name).end(end, tokens, reason, groups=len(rows))
-        kept = [
-            row for row in rows if end is End.TRAINED and (self._settings.keep_trained or self._unsaved(row.record))
-        ]
-        if not kept:
-            self._table.remove([row.record for row in rows])
-            return
-        now = self._clock()
-        for row in rows:
-            archived = replace(
-                row.record,
-                place=Place.ARCHIVED,
-                status=Status.ARCHIVED,
-                owner=None,
-                lease_id=None,
-                revision=row.record.revision + 1,
-                moved_at=now,
-            )
-            self._table.replace(row.record, Row(archived, row.group))
-            self._archived.append(archived.uid)
-        self._trim_archive()
-
-    def _unsaved(self, record: Record) -> bool:
-        """Whether the weights that were trained on a group could still be lost, and the group be needed again."""
-        return (
-            self.durable
-            and self._saved_step is not None
-            and record.train_step is not None
-            and record.train_step > self._saved_step
-        )
-
-    def _trim_archive(self) -> None:
-        while len(self._archived) > self._settings.keep_trained:
-            oldest = self._table.get(self._archived[0])
-            if oldest is not None and self._unsaved(oldest.record):
-                return
-            self._archived.popleft()
-            if oldest is not None:
-                self._table.remove((oldest.record,))
-
-
-def claim_event(purpose: Purpose, status: Status) -> Event:
-    """What claiming a group of this status does to it."""
-    if purpose is Purpose.LEASE:
-        return Event.LEASED
-    return Event.REDRAWN if purpose is Purpose.DRAW else take_event(status)

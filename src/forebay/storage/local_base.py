@@ -22,9 +22,10 @@ from forebay.ledger import Account, LedgerLine, Place, close_line
 from forebay.policy import Order
 from forebay.query import Node, pins, predicate
 from forebay.record import Record, Row, identify
-from forebay.rollout import Group, Status
+from forebay.rollout import Group, Status, group_status
 from forebay.staleness import EXPIRABLE, Floors
 from forebay.storage.base import Content, Holding, Listener, Settings, Snapshot, Storage, Usage
+from forebay.storage.calls import Done, Kept
 from forebay.storage.table import Table
 
 __all__ = ["LocalBase", "check_stream_end", "check_stream_row"]
@@ -79,6 +80,8 @@ class LocalBase(Storage):
         self._gone.discard(owner)
         if lease_s is not None:
             self._deadlines[owner] = (lease_s, self._deadline_clock() + lease_s)
+        else:
+            self._deadlines.pop(owner, None)
 
     async def close(self, owner: str) -> None:
         self._gone.add(owner)  # before the release, which may give way to a claim that is under way
@@ -101,8 +104,11 @@ class LocalBase(Storage):
 
     # --- what a storage may do otherwise ---------------------------------------------------------
 
-    async def _finish(self, tasks: Collection[str]) -> None:
-        """The end of every change: a durable storage makes it last here. Then the listeners hear of it."""
+    async def _finish(self, tasks: Collection[str], answer: Kept | None = None) -> None:
+        """The end of every change: a durable storage makes it last here. Then the listeners hear of it.
+
+        `answer`: what the operation returns, for a storage that remembers it with the change.
+        """
         if tasks:
             for listener in tuple(self._listeners):
                 try:
@@ -119,6 +125,10 @@ class LocalBase(Storage):
         """The payload of a row that is stored."""
         identify(content.group, task_name, group_id)
         return content.group
+
+    def _status_of(self, row: Row) -> Status:
+        """The status that the samples of a row make."""
+        return group_status(row.group)
 
     # --- reads -----------------------------------------------------------------------------------
 
@@ -219,7 +229,7 @@ class LocalBase(Storage):
         self._table, self._archived = table, archived
         self._accounts = {task_name: _copied(account) for task_name, account in accounts.items()}
         self._next_uid, self._next_timestamp_id = next_uid, next_timestamp_id
-        await self._finish(list(accounts))
+        await self._finish(list(accounts), Done())
 
     # --- small parts -----------------------------------------------------------------------------
 

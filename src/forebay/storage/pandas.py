@@ -74,12 +74,16 @@ class _FrameTable(Table):
     # --- change -------------------------------------------------------------------------------------
 
     def add(self, row: Row) -> None:
+        late = bool(self._records) and row.record.uid < next(reversed(self._records))
         self._records[row.record.uid] = row.record
         self._groups[row.record.uid] = row.group
+        if late:  # one that had left was put back
+            self._records = dict(sorted(self._records.items()))
         self._frame = None
 
     def replace(self, old: Record, row: Row) -> None:
-        self.add(row)
+        self._records[old.uid], self._groups[old.uid] = row.record, row.group
+        self._frame = None
 
     def remove(self, records: Sequence[Record]) -> None:
         for record in records:

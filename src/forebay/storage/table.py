@@ -24,7 +24,7 @@ class Table(ABC):
 
     @abstractmethod
     def add(self, row: Row) -> None:
-        """A row with a new uid, larger than all before."""
+        """A row with a new uid, larger than all before; or one that had left, put back."""
 
     @abstractmethod
     def replace(self, old: Record, row: Row) -> None:

@@ -8,35 +8,33 @@ merely had them locked, it waits for those and looks again, because nothing woul
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
 from forebay.codec import encode_group
-from forebay.errors import DamagedData
+from forebay.errors import DamagedData, UnreadableData
 from forebay.ledger import End, Event, Place, check_move, take_event
 from forebay.policy import ARRIVAL, CHOICE_ROWS, Order, checked_choice
 from forebay.record import Record, Row
-from forebay.rollout import Group, Status
+from forebay.rollout import Status
 from forebay.staleness import EXPIRABLE
 from forebay.storage.base import Claim, Claimed, Purpose, Settings
+from forebay.storage.calls import Handed, taken_for_good
 from forebay.storage.local import claim_event
 from forebay.storage.postgres.connections import Step
 from forebay.storage.postgres.leaving import archive
 from forebay.storage.postgres.rows import COLUMNS, RECORD, read_record, read_row, record_values, to_text
 from forebay.storage.postgres.schema import SHELF, advisory_key, order_clause
 
-__all__ = ["Damaged", "Done", "Reading", "claim", "count_qualifying", "undo_claim"]
+__all__ = ["Damaged", "Reading", "claim", "count_qualifying", "undo_claim"]
 
 Taken = list[tuple[Record, Record]]
 """Of each claimed group: the record before and after."""
 
 _FRAME_SLICE_BYTES = 4 << 20
 """Frames that are read before the event loop gets its turn: a few milliseconds."""
-
-Done: TypeAlias = "tuple[dict[str, Taken], Claimed]"
-"""What a claim did, so that it can be undone, and what it returns."""
 
 _EPOCH = "extract(epoch FROM clock_timestamp())::double precision"
 _NO_FLOOR = -(2**63)
@@ -95,24 +93,40 @@ class Reading:
     def add(self, record: Record, frame: bytes | None) -> None:
         try:
             self.rows.append(read_row(record, frame))
+        except UnreadableData:  # intact, but not to be read here
+            raise
         except DamagedData as error:
             self.damaged[record.uid] = str(error)
 
 
-async def claim(step: Step, claim: Claim, name: str, settings: Settings, *, waiting: bool) -> Done | None:
-    """Claim and read; None if it must be whole and is not. `waiting`: do not skip what others have locked."""
+async def claim(
+    step: Step,
+    claim: Claim,
+    name: str,
+    settings: Settings,
+    *,
+    waiting: bool,
+    remember: Callable[[Handed], Awaitable[None]] | None = None,
+) -> Claimed | None:
+    """Claim and read; None if it must be whole and is not. `waiting`: do not skip what others have locked.
+
+    `remember` writes what was claimed, while all payloads are there.
+    """
     taken = await _take(step, claim, name, settings, waiting=waiting)
     if taken is None:
         return None
     # Before the commit: what cannot be read must not be claimed.
     found = Reading()
     records = [record for task_name in claim.wants for _, record in taken[task_name]]
+    if records and remember is not None:
+        by_task = {task_name: [record for _, record in taken[task_name]] for task_name in claim.wants}
+        await remember(Handed.of(claim, by_task))
     if records:
         await _read_frames(step.connection, records, found.add, lambda: _finish_ended(step, taken, settings))
         if found.damaged:
             raise Damaged(found.damaged)
     rows = iter(found.rows)
-    return taken, {name: [next(rows) for _ in taken[name]] for name in claim.wants}
+    return {name: [next(rows) for _ in taken[name]] for name in claim.wants}
 
 
 async def _take(step: Step, claim: Claim, name: str, settings: Settings, *, waiting: bool) -> dict[str, Taken] | None:
@@ -252,25 +266,22 @@ async def _finish_ended(step: Step, taken: Mapping[str, Taken], settings: Settin
         await step.connection.execute("DELETE FROM payloads WHERE uid = ANY($1)", gone)
 
 
-async def undo_claim(step: Step, claim: Claim, done: Done | None) -> None:
-    """Put back what a caller claimed that never learned of it, each to its place in the order."""
-    if done is None:
-        return
-    taken, claimed = done
-    for task_name, rows in taken.items():
-        if not rows:
-            continue
-        step.wake(task_name)
-        groups = {row.record.uid: row.group for row in claimed[task_name]}
-        ended = [before for before, after in rows if after.place is Place.BUFFERED]
-        if ended:
-            await _undo_ends(step, ended, groups)
-        held = [row for row in rows if row[1].place is not Place.BUFFERED]
-        uids = [after.uid for _, after in held]
-        if claim.purpose is Purpose.LEASE:
+async def undo_claim(step: Step, claim: Claim, claimed: Claimed, frames: Mapping[int, bytes] | None = None) -> None:
+    """Put back what a caller claimed that never learned of it, each to its place in the order.
+
+    What has moved on since is left alone. `frames`: of groups that were taken for good, if they are not decoded.
+    """
+    for task_name, rows in claimed.items():
+        ended = [row for row in rows if taken_for_good(row.record)]
+        held = [row.record for row in rows if not taken_for_good(row.record)]
+        back = await _undo_ends(step, ended, frames) if ended else 0
+        uids = [record.uid for record in held]
+        if not held:
+            found = []
+        elif claim.purpose is Purpose.LEASE:
             found = await step.connection.fetch(
                 "UPDATE groups SET place = 'buffered', owner = NULL, lease_id = NULL, train_step = NULL, "
-                "deliveries = deliveries - 1 WHERE uid = ANY($1) AND lease_id = $2 RETURNING uid",
+                "deliveries = deliveries - 1 WHERE uid = ANY($1) AND lease_id = $2 AND place = 'leased' RETURNING uid",
                 uids,
                 claim.lease_id,
             )
@@ -280,28 +291,47 @@ async def undo_claim(step: Step, claim: Claim, done: Done | None) -> None:
                 "(uid, attempt) WHERE g.uid = u.uid AND place = 'in_flight' AND g.attempt = u.attempt AND owner = $3 "
                 "RETURNING g.uid",
                 uids,
-                [after.attempt for _, after in held],
+                [record.attempt for record in held],
                 to_text(claim.owner),
             )
         known = {row["uid"] for row in found}
-        for before, after in held:
-            if after.uid in known:
-                step.tally.leave(after)
-                step.tally.enter(before)
+        for record in held:
+            if record.uid in known:
+                step.tally.leave(record)
+                step.tally.enter(replace(record, place=Place.BUFFERED))
+        if back or known:
+            step.wake(task_name)
 
 
-async def _undo_ends(step: Step, records: Sequence[Record], groups: Mapping[int, Group]) -> None:
-    """Groups that were taken for good come back as they were, from the archive or from memory."""
+async def _undo_ends(step: Step, rows: Sequence[Row], frames: Mapping[int, bytes] | None) -> int:
+    """Groups that were taken for good come back as they were, from the archive or from memory; how many did."""
     connection = step.connection
+    names = [to_text(row.record.task_name) for row in rows]
+    present = await connection.fetch(
+        "SELECT uid, place FROM groups WHERE uid = ANY($1) ORDER BY uid FOR UPDATE", [row.record.uid for row in rows]
+    )
+    back_already = {row["uid"] for row in present if row["place"] != str(Place.ARCHIVED)}
+    same_identity = await connection.fetch(
+        "SELECT g.uid, g.group_id FROM groups g JOIN unnest($1::text[], $2::bigint[]) AS u (task_name, group_id) "
+        "USING (task_name, group_id)",
+        names,
+        [row.record.group_id for row in rows],
+    )
+    archived = {row["uid"] for row in present} - back_already
+    put_again = {row["group_id"] for row in same_identity if row["uid"] not in archived}
+    chosen = [row for row in rows if row.record.uid not in back_already and row.record.group_id not in put_again]
+    if frames is not None:
+        chosen = [row for row in chosen if row.record.uid in frames]
+    records = [row.record for row in chosen]
     uids = [record.uid for record in records]
+    stored = [(row.record.uid, encode_group(row.group) if frames is None else frames[row.record.uid]) for row in chosen]
     await connection.execute("DELETE FROM groups WHERE uid = ANY($1)", uids)
     await connection.execute("DELETE FROM payloads WHERE uid = ANY($1)", uids)
     await connection.copy_records_to_table("groups", columns=COLUMNS, records=[record_values(r) for r in records])
-    await connection.copy_records_to_table(
-        "payloads", columns=("uid", "frame"), records=[(uid, encode_group(groups[uid])) for uid in uids]
-    )
+    await connection.copy_records_to_table("payloads", columns=("uid", "frame"), records=stored)
     for record in records:
         end = check_move(take_event(record.status), Place.BUFFERED)
         assert isinstance(end, End)
         step.tally.enter(record)
         step.tally.end(record.task_name, end, -record.tokens, None, groups=-1)
+    return len(records)

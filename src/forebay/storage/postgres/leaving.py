@@ -25,7 +25,7 @@ __all__ = [
     "archive",
     "discard",
     "end_records",
-    "fail_damaged",
+    "fail",
     "matching",
     "release",
     "revise",
@@ -203,12 +203,20 @@ async def _abandon_locked(step: Step, records: Sequence[Record]) -> None:
         step.tally.enter(read_record(row))
 
 
-async def fail_damaged(step: Step, uids: Sequence[int]) -> None:
-    """Groups whose payload cannot be read end as failed: that costs them, not the store (G7)."""
+async def fail(step: Step, reasons: Mapping[int, str]) -> dict[str, int]:
+    """End groups as failed, whoever holds them. Those in the archive have ended already, and go."""
     rows = await step.connection.fetch(
-        f"SELECT {RECORD} FROM groups WHERE uid = ANY($1) AND place <> 'archived' ORDER BY uid FOR UPDATE", uids
+        f"SELECT {RECORD} FROM groups WHERE uid = ANY($1) ORDER BY uid FOR UPDATE", list(reasons)
     )
-    await end_records(step, [read_record(row) for row in rows], End.FAILED, "its payload was damaged on disk")
+    failed: dict[str, int] = {}
+    for record in map(read_record, rows):
+        if record.place is not Place.ARCHIVED:
+            book_out(step, [record], End.FAILED, reasons[record.uid])
+            failed[record.task_name] = failed.get(record.task_name, 0) + 1
+    uids = [row["uid"] for row in rows]
+    await step.connection.execute("DELETE FROM groups WHERE uid = ANY($1)", uids)
+    await step.connection.execute("DELETE FROM payloads WHERE uid = ANY($1)", uids)
+    return failed
 
 
 # --- changes in place ---------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
   read it. `accounts`: positions and watermarks by task. `owners`: who has the store open, and until when.
 - `tallies`: what the ledger says, in shards: a transaction adds its changes to the shard of its own connection,
   so that puts do not wait for one row; a reader adds the shards up. `reasons`: the same, by reason.
+- `calls`: what calls answered that may come twice; buffers of earlier versions get it when they are first used.
 
 All text is COLLATE "C", which for UTF-8 is the order of code points. Creating is free of races between processes; a
 schema of a newer version is refused. Statements elsewhere name no schema: connections have it as their
@@ -147,13 +148,24 @@ CREATE TABLE owners (
     reaped boolean NOT NULL DEFAULT false
 ) WITH (fillfactor = 50);
 """
+_CALLS = """
+CREATE TABLE calls (
+    client text COLLATE "C" NOT NULL,
+    sequence bigint NOT NULL,
+    part bigint NOT NULL,
+    data bytea NOT NULL,
+    PRIMARY KEY (client, sequence, part)
+) WITH (autovacuum_vacuum_scale_factor = 0.02, toast.autovacuum_vacuum_scale_factor = 0.02);
+ALTER TABLE calls ALTER COLUMN data SET STORAGE EXTERNAL;
+"""
+
 # Where both steps are equal, which is nearly always, groups_oldest answers both questions of age: see `due`.
 
 
 # Read as data: what a connection has cached of the catalogue may be older than its lock.
 _IS_THERE = """
 SELECT EXISTS (SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-    WHERE n.nspname = $1 AND c.relname = 'store')"""
+    WHERE n.nspname = $1 AND c.relname = $2)"""
 
 
 def checked_name(name: str) -> str:
@@ -174,14 +186,14 @@ def advisory_key(name: str, purpose: str) -> int:
 
 async def ensure_schema(connection: Any, name: str) -> str:
     """The id of the store, created if it is not there; InvalidConfig if another version of Forebay made it."""
-    if not await connection.fetchval(_IS_THERE, name):
+    if not await connection.fetchval(_IS_THERE, name, "store"):
         async with transaction(connection):
             await connection.execute("SELECT pg_advisory_xact_lock($1)", advisory_key(name, "schema"))
-            if not await connection.fetchval(_IS_THERE, name):
+            if not await connection.fetchval(_IS_THERE, name, "store"):
                 if await connection.fetchval("SELECT getdatabaseencoding()") != "UTF8":
                     raise InvalidConfig("the database does not store text as UTF-8; create it with ENCODING 'UTF8'")
                 await connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{name}"')
-                await connection.execute(_TABLES)
+                await connection.execute(_TABLES + _CALLS)
                 await connection.execute("INSERT INTO store (version) VALUES ($1)", VERSION)
     version = await connection.fetchval("SELECT version FROM store")
     if version != VERSION:
@@ -189,6 +201,11 @@ async def ensure_schema(connection: Any, name: str) -> str:
             f"the buffer {name!r} in this database has schema version {version}; this Forebay knows version {VERSION}: "
             "use the Forebay that made it, or a newer one"
         )
+    if not await connection.fetchval(_IS_THERE, name, "calls"):
+        async with transaction(connection):
+            await connection.execute("SELECT pg_advisory_xact_lock($1)", advisory_key(name, "schema"))
+            if not await connection.fetchval(_IS_THERE, name, "calls"):
+                await connection.execute(_CALLS)
     store_id: str = await connection.fetchval("SELECT store_id FROM store")
     return store_id
 

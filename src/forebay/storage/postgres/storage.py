@@ -9,39 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import asyncpg
 
 from forebay.codec import encode_group
-from forebay.errors import BufferClosed
-from forebay.ledger import Account, Event, LedgerLine, Watermark
+from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, LostLease, NoRoom
+from forebay.ledger import Account, Event, Watermark
 from forebay.query import Node
 from forebay.record import Record, Row
 from forebay.rollout import Status
-from forebay.storage.base import (
-    Arrival,
-    Claim,
-    Claimed,
-    Content,
-    Holding,
-    Listener,
-    Reaped,
-    Revision,
-    Settings,
-    Snapshot,
-    Storage,
-    Usage,
-)
-from forebay.storage.postgres import arriving, claiming, leaving, looking, owners, streams
+from forebay.storage.base import Arrival, Claim, Claimed, Content, Revision, Snapshot
+from forebay.storage.calls import CALL, Answered, Applied, Call, Counted, Done, Handed, Stored, claimed_rows, value_of
+from forebay.storage.postgres import answers, arriving, claiming, leaving, looking, streams
 from forebay.storage.postgres import watermarks as marks
-from forebay.storage.postgres.companion import EVERYTHING, Companion
-from forebay.storage.postgres.connections import Connections, Step
-from forebay.storage.postgres.schema import checked_name, ensure_schema
-from forebay.storage.postgres.transactions import READ, transaction
+from forebay.storage.postgres.connections import Step
+from forebay.storage.postgres.life import PostgresLife
+from forebay.storage.postgres.transactions import READ
 
 __all__ = ["PostgresStorage"]
 
@@ -54,158 +40,11 @@ _SLICE_GROUPS = 256
 """Groups that one transaction of a discard ends."""
 
 
-class PostgresStorage(Storage):
+class PostgresStorage(PostgresLife):
     """Groups in a PostgreSQL database, in a schema named like the buffer.
 
     `dsn` is what asyncpg connects to. A process uses at most `max_connections` at once, and one more to listen.
     """
-
-    shared: ClassVar[bool] = True
-    durable: ClassVar[bool] = True
-
-    def __init__(
-        self, dsn: str, name: str = "forebay", *, max_connections: int = 8, connect_timeout_s: float = 10.0
-    ) -> None:
-        self.name = checked_name(name)
-        self._connections = Connections(
-            dsn, name, max_connections=max_connections, timeout_s=connect_timeout_s, committed=self._committed
-        )
-        self._settings = Settings()
-        self._leases: dict[str, float | None] = {}
-        self._gone: set[str] = set()  # owners that were closed
-        self._listeners: list[Listener] = []
-        self._companion: Companion | None = None
-        self._newcomers = arriving.Newcomers()
-        self._created = False
-        self._store_id: str | None = None
-        self._uses = 0
-        self._streams = 0
-        self._buffered = 0
-        self._tasks: set[str] = set()  # all that were ever heard of here
-
-    def __repr__(self) -> str:
-        return f"<PostgresStorage {self.name!r}: {self._buffered} buffered groups>"
-
-    @property
-    def store_id(self) -> str | None:
-        """Names this buffer in this database for good; known from the first use on."""
-        return self._store_id
-
-    # --- life ---------------------------------------------------------------------------------------
-
-    async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
-        async with self._used():
-            await self._connections.step(lambda step: owners.register(step, self.name, owner, settings, lease_s))
-            self._settings = settings
-            self._leases[owner] = lease_s
-            self._gone.discard(owner)
-            await self._look_at_usage()
-            if self._companion is None:
-                self._companion = Companion(
-                    self.name, lambda: self._connections.connect(asynchronous=True), self._heard
-                )
-            companion = self._companion
-            try:
-                await companion.listening()
-            except BaseException:
-                self._leases.pop(owner, None)
-                if self._companion is companion:
-                    self._companion = None
-                    await companion.stop()
-                raise
-
-    async def close(self, owner: str) -> None:
-        async with self._used():
-            self._leases.pop(owner, None)
-            self._gone.add(owner)
-            await self._connections.step(lambda step: owners.leave(step, owner))
-            if not self._leases:
-                self._streams = 0  # those that nobody read to their end
-
-    def beat(self, owner: str) -> None:
-        lease_s, companion = self._leases.get(owner), self._companion
-        if lease_s is not None and companion is not None:
-            companion.beat(owner, lease_s)
-
-    async def reap(self) -> Reaped:
-        async with self._used():
-            async with self._connections.lend() as connection:
-                known = await owners.look(connection)
-                self._buffered = (await looking.usage(connection))[1]
-            returned: dict[str, int] = {}
-            pending = [other.left_s for other in known if other.left_s > 0]
-            for late in known:
-                if late.is_due:
-                    released = await self._connections.step(partial(owners.bury, name=late.name))
-                    for task_name, groups in (released or {}).items():
-                        returned[task_name] = returned.get(task_name, 0) + groups
-                    if released is None:
-                        pending.append(_LOOK_AGAIN_S)  # it has a new deadline, which is not known here
-                    else:
-                        # It may have died before it could tell what it had done.
-                        self._tell(EVERYTHING)
-        return Reaped(returned, min(pending) if pending else None)
-
-    def subscribe(self, listener: Listener) -> Callable[[], None]:
-        self._listeners.append(listener)
-        return lambda: self._listeners.remove(listener)
-
-    def _heard(self, tasks: Collection[str] | None) -> None:
-        """Others changed these tasks (None: any). In the companion's thread."""
-        named = list(self._tasks) if tasks is None else tasks
-        for listener in tuple(self._listeners):
-            try:
-                listener(named)
-            except Exception:
-                # What was stored is stored; a listener that fails is its owner's trouble, not the caller's.
-                log.exception("listener_failed")
-
-    def _tell(self, tasks: Collection[str] | None) -> None:
-        self._heard(tasks)
-        if self._companion is not None:
-            self._companion.tell(tasks)
-
-    def _committed(self, step: Step) -> None:
-        """A step of this process was done: know it, wake those who wait here and elsewhere."""
-        self._buffered = max(0, self._buffered + step.tally.buffered)
-        if step.tasks:
-            self._tasks |= step.tasks
-            self._tell(list(step.tasks))
-
-    @asynccontextmanager
-    async def _used(self) -> AsyncIterator[None]:
-        """Connected as long as somebody has it open, or an operation is under way."""
-        self._uses += 1
-        try:
-            if not self._created:
-                async with self._connections.lend() as connection:
-                    self._store_id = await ensure_schema(connection, self.name)
-                self._created = True
-            yield
-        finally:
-            await self._leave()
-
-    async def _leave(self) -> None:
-        self._uses -= 1
-        await self._disconnect_if_idle()
-
-    def _end_stream(self) -> None:
-        self._streams = max(0, self._streams - 1)
-
-    async def _disconnect_if_idle(self) -> None:
-        if not self._uses and not self._streams and not self._leases:
-            companion, self._companion = self._companion, None
-            if companion is not None:
-                await companion.stop()
-            await self._connections.close()
-
-    async def _read(self, look: Callable[[Any], Awaitable[T]]) -> T:
-        async with self._used(), self._connections.lend() as connection:
-            return await look(connection)
-
-    async def _look_at_usage(self) -> Usage:
-        used, self._buffered = await self._read(looking.usage)
-        return used
 
     # --- moves --------------------------------------------------------------------------------------
 
@@ -217,9 +56,32 @@ class PostgresStorage(Storage):
         for _ in range(10):
             try:
                 return await attempt()
-            except asyncpg.UniqueViolationError:
+            except asyncpg.UniqueViolationError as error:
+                if answers.is_done_elsewhere(error):
+                    raise
                 self._newcomers.forget()
         return await attempt()
+
+    async def _once(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Do what a call asks. If another process did it meanwhile (one that was thought dead), give its answer."""
+        call = CALL.get()
+        if call is None:
+            return await attempt()
+        while True:
+            refusal: Exception | None = None
+            try:
+                return await attempt()
+            except asyncpg.UniqueViolationError as error:
+                if not answers.is_done_elsewhere(error):
+                    raise
+            except (CursorMoved, DuplicateGroup, LostLease, NoRoom) as error:
+                refusal = error  # perhaps because of what this very call did
+            found = await self.answer(call.client, call.sequence)
+            if found is not None:
+                answer: T = found.value
+                return answer
+            if refusal is not None:
+                raise refusal
 
     async def issue(
         self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
@@ -240,7 +102,8 @@ class PostgresStorage(Storage):
 
         self._check_owner(owner)
         async with self._used():
-            records = await self._anew(lambda: self._connections.step(work))
+            kept = answers.kept_with(work, Stored)
+            records = await self._once(lambda: self._anew(lambda: self._connections.step(kept)))
             if owner in self._gone:  # closed meanwhile
                 await self.release(owner)
                 self._check_owner(owner)
@@ -255,7 +118,7 @@ class PostgresStorage(Storage):
             return []
         frames = arriving.Frames([arrival.content for arrival in arrivals])
         async with self._used():
-            return await self._anew(lambda: self._put(arrivals, frames, owner))
+            return await self._once(lambda: self._anew(lambda: self._put(arrivals, frames, owner)))
 
     async def _put(self, arrivals: Sequence[Arrival], frames: arriving.Frames, owner: str) -> list[Record]:
         by_hand = [arrival.task_name for arrival in arrivals if arrival.group_id is None]
@@ -263,12 +126,17 @@ class PostgresStorage(Storage):
         group_ids = [next(hand_ids) if a.group_id is None else a.group_id for a in arrivals]
         if self._is_simple(arrivals, frames):
             task_name, contents = arrivals[0].task_name, [arrival.content for arrival in arrivals]
-            return await self._connections.step(
-                lambda step: arriving.put_new(step, task_name, group_ids, contents, frames), single=True
-            )
-        return await self._connections.step(
-            lambda step: arriving.put(step, arrivals, group_ids, frames, owner=owner, room=self._room)
-        )
+
+            async def put_new(step: Step) -> list[Record]:
+                return await arriving.put_new(step, task_name, group_ids, contents, frames)
+
+            # With its answer it is more than one statement.
+            return await self._connections.step(answers.kept_with(put_new, Stored), single=CALL.get() is None)
+
+        async def put(step: Step) -> list[Record]:
+            return await arriving.put(step, arrivals, group_ids, frames, owner=owner, room=self._room)
+
+        return await self._connections.step(answers.kept_with(put, Stored))
 
     def _is_simple(self, arrivals: Sequence[Arrival], frames: arriving.Frames) -> bool:
         """Whether one statement is enough: new groups of one task, not many bytes, and nobody counts the room."""
@@ -281,38 +149,63 @@ class PostgresStorage(Storage):
         )
 
     async def claim(self, claim: Claim) -> Claimed | None:
-        async def work(step: Step, waiting: bool) -> claiming.Done | None:
-            return await claiming.claim(step, claim, self.name, self._settings, waiting=waiting)
-
-        async def undo(step: Step, done: claiming.Done | None) -> None:
-            await claiming.undo_claim(step, claim, done)
-
         self._check_owner(claim.owner)
         async with self._used():
-            waiting = False
-            while True:
-                if claim.whole:
-                    async with self._connections.lend() as connection:
-                        if not await claiming.count_qualifying(connection, claim):
-                            return None
-                try:
-                    done = await self._connections.step(partial(work, waiting=waiting), undo)
-                except claiming.Damaged as found:
-                    await self._fail(found.errors)
-                    continue
-                if done is None:
-                    waiting = True
-                    continue
-                if claim.owner in self._gone:  # closed meanwhile
-                    await self._connections.step(partial(undo, done=done))
-                    self._check_owner(claim.owner)
-                return done[1]
+            call = CALL.get()
+            claimed = await self._once(lambda: self._claim(claim, call))
+            if claimed is None and call is not None:  # perhaps because this very call has claimed it
+                found = await self.answer(call.client, call.sequence)
+                claimed = None if found is None else found.value
+            return claimed
+
+    async def _claim(self, claim: Claim, call: Call | None) -> Claimed | None:
+        async def work(step: Step, waiting: bool) -> Claimed | None:
+            remember = None if call is None else partial(answers.store, step.connection, call)
+            return await claiming.claim(step, claim, self.name, self._settings, waiting=waiting, remember=remember)
+
+        async def undo(step: Step, claimed: Claimed | None) -> None:
+            # An answer that is gone was seen: what is in doubt here was repeated elsewhere, and is held.
+            if claimed is not None and (
+                call is None or await answers.retract(step.connection, call.client, call.sequence)
+            ):
+                await claiming.undo_claim(step, claim, claimed)
+
+        waiting = False
+        while True:
+            if claim.whole:
+                async with self._connections.lend() as connection:
+                    if not await claiming.count_qualifying(connection, claim):
+                        return None
+            try:
+                done = await self._connections.step(partial(work, waiting=waiting), undo)
+            except claiming.Damaged as found:
+                await self._fail_damaged(found.errors)
+                continue
+            if done is None:
+                waiting = True
+                continue
+            if claim.owner in self._gone:  # closed meanwhile
+                await self._connections.step(partial(undo, claimed=done))
+                self._check_owner(claim.owner)
+            return done
+
+    async def undo(self, claim: Claim, claimed: Claimed) -> None:
+        call = CALL.get()
+
+        async def work(step: Step) -> None:
+            await claiming.undo_claim(step, claim, claimed)
+            if call is not None:
+                await answers.retract(step.connection, call.client, call.sequence)
+
+        async with self._used():
+            await self._anew(lambda: self._connections.step(work))
 
     async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None = None) -> None:
         async with self._used():
-            await self._connections.step(
-                lambda step: leaving.settle(step, lease_id, uids, event, reason, self._settings)
+            kept = answers.kept_with(
+                lambda step: leaving.settle(step, lease_id, uids, event, reason, self._settings), lambda _: Done()
             )
+            await self._once(lambda: self._connections.step(kept))
 
     async def release(self, owner: str) -> dict[str, int]:
         async with self._used():
@@ -328,6 +221,10 @@ class PostgresStorage(Storage):
     async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
         return await self._load(lambda connection: looking.due(connection, task_name, statuses, limit))
 
+    async def read(self, uid: int) -> Row | None:
+        rows = await self._load(lambda connection: looking.read(connection, uid))
+        return rows[0] if rows else None
+
     async def _load(self, look: Callable[[Any], Awaitable[list[looking.Found]]]) -> list[Row]:
         """Rows with their payloads. Those that are damaged end as failed."""
         async with self._used():
@@ -337,13 +234,17 @@ class PostgresStorage(Storage):
             for record, frame in found:
                 reading.add(record, frame)
             if reading.damaged:
-                await self._fail(reading.damaged)
+                await self._fail_damaged(reading.damaged)
             return reading.rows
 
-    async def _fail(self, damaged: Mapping[int, str]) -> None:
+    async def _fail_damaged(self, damaged: Mapping[int, str]) -> None:
         for uid, error in damaged.items():
             log.error("payload_damaged buffer=%s uid=%d %s", self.name, uid, error)
-        await self._connections.step(lambda step: leaving.fail_damaged(step, list(damaged)))
+        await self.fail(dict.fromkeys(damaged, "its payload was damaged on disk"))
+
+    async def fail(self, reasons: Mapping[int, str]) -> dict[str, int]:
+        async with self._used():
+            return await self._connections.step(lambda step: leaving.fail(step, reasons))
 
     async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
         frames: list[bytes | None] = []
@@ -351,20 +252,24 @@ class PostgresStorage(Storage):
             frames.append(None if revision.content is None else encode_group(revision.content.group))
             await asyncio.sleep(0)
         async with self._used():
-            return await self._connections.step(lambda step: leaving.revise(step, revisions, frames))
+            kept = answers.kept_with(lambda step: leaving.revise(step, revisions, frames), Applied)
+            return await self._once(lambda: self._connections.step(kept))
 
     async def discard(self, node: Node, reason: str) -> dict[str, int]:
-        discarded: dict[str, int] = {}
         async with self._used():
-            async with self._connections.lend() as connection:
-                uids = await leaving.matching(connection, node)
-            for start in range(0, len(uids), _SLICE_GROUPS):
-                chosen = uids[start : start + _SLICE_GROUPS]
-                for record in await self._connections.step(
-                    partial(leaving.discard, uids=chosen, node=node, reason=reason)
-                ):
-                    discarded[record.task_name] = discarded.get(record.task_name, 0) + 1
-        return discarded
+            return await self._once(lambda: self._discard(node, reason))
+
+    async def _discard(self, node: Node, reason: str) -> dict[str, int]:
+        discarded = Counted({})
+        async with self._connections.lend() as connection:
+            uids = await leaving.matching(connection, node)
+        for start in range(0, len(uids), _SLICE_GROUPS):
+            chosen = uids[start : start + _SLICE_GROUPS]
+            work = partial(leaving.discard, uids=chosen, node=node, reason=reason)
+            count = partial(_with_more, discarded)
+            is_last = start + _SLICE_GROUPS >= len(uids)
+            discarded = count(await self._connections.step(answers.kept_with(work, count) if is_last else work))
+        return discarded.groups
 
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
         async with self._used():
@@ -378,58 +283,23 @@ class PostgresStorage(Storage):
         async with self._used():
             return await self._connections.step(lambda step: leaving.rewind(step, model_step))
 
-    # --- reads --------------------------------------------------------------------------------------
+    # --- calls that may come twice --------------------------------------------------------------------
 
-    async def count_statuses(
-        self, tasks: Collection[str], statuses: Collection[Status]
-    ) -> dict[str, dict[Status, int]]:
-        return await self._read(lambda connection: looking.count_statuses(connection, tasks, statuses))
+    async def answer(self, client: str, sequence: int) -> Answered | None:
+        async with self._used():
+            # A step: commits that are in doubt are resolved first, and what they claimed is undone.
+            found = await self._anew(lambda: self._connections.step(lambda step: answers.look(step, client, sequence)))
+        if found is None:
+            return None
+        kept, rows, lost = found
+        if not isinstance(kept, Handed):
+            return Answered(value_of(kept))
+        if lost:
+            raise kept.lost(lost)
+        return Answered(claimed_rows(kept, rows))
 
-    async def available(self, tasks: Collection[str], status: Status) -> dict[str, int]:
-        return await self._read(lambda connection: looking.available(connection, tasks, status))
-
-    async def ledger(self, *, tokens: bool = False) -> dict[str, LedgerLine]:
-        return await self._read(lambda connection: looking.ledger(connection, tokens))
-
-    async def account(self, task_name: str) -> Account:
-        return (await self._accounts(task_name)).get(task_name) or Account()
-
-    async def accounts(self) -> dict[str, Account]:
-        return await self._accounts(None)
-
-    async def _accounts(self, task_name: str | None) -> dict[str, Account]:
-        async def look(connection: Any) -> dict[str, Account]:
-            async with transaction(connection, READ):
-                return await looking.accounts(connection, task_name)
-
-        accounts = await self._read(look)
-        self._tasks |= accounts.keys()
-        return accounts
-
-    async def usage(self) -> Usage:
-        return await self._look_at_usage()
-
-    async def holdings(self) -> list[Holding]:
-        return await self._read(looking.holdings)
-
-    async def records(self, node: Node, limit: int | None) -> list[Record]:
-        return await self._read(lambda connection: looking.records(connection, node, limit))
-
-    async def read(self, uid: int) -> Row | None:
-        rows = await self._load(lambda connection: looking.read(connection, uid))
-        return rows[0] if rows else None
-
-    def __len__(self) -> int:
-        return self._buffered
-
-    async def verify(self) -> Sequence[str]:
-        """Where the counts and the rows disagree, as sentences; empty if all is well."""
-
-        async def look(connection: Any) -> Sequence[str]:
-            async with transaction(connection, READ):
-                return await looking.disagreements(connection)
-
-        return await self._read(look)
+    async def forget(self, client: str) -> None:
+        await self._read(lambda connection: answers.forget(connection, client))
 
     # --- streams ------------------------------------------------------------------------------------
 
@@ -456,7 +326,16 @@ class PostgresStorage(Storage):
     ) -> None:
         async with self._used():
             # A stream can be read once: what the server rolled back is not tried again.
-            await self._connections.step(
-                lambda step: streams.restore(step, accounts, next_uid, next_timestamp_id, rows), once=True
+            kept = answers.kept_with(
+                lambda step: streams.restore(step, accounts, next_uid, next_timestamp_id, rows), lambda _: Done()
             )
+            await self._once(lambda: self._connections.step(kept, once=True))
             await self._look_at_usage()
+
+
+def _with_more(counted: Counted, records: Sequence[Record]) -> Counted:
+    """Groups by task, with those of some more records."""
+    groups = dict(counted.groups)
+    for record in records:
+        groups[record.task_name] = groups.get(record.task_name, 0) + 1
+    return Counted(groups)

@@ -12,285 +12,62 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sqlite3
-import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from forebay.codec import decode_account, decode_group, encode_account, encode_group
-from forebay.errors import BufferClosed, DamagedData, InvalidConfig, InvalidInput, StorageError, UnreadableData
-from forebay.ledger import MOVES, Account, End, Place
-from forebay.policy import Order
+from forebay.errors import DamagedData, InvalidInput, UnreadableData
+from forebay.ledger import Account, Place
 from forebay.record import Record, Row, identify, number_rollouts
 from forebay.rollout import Group
-from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision, Settings, Snapshot
-from forebay.storage.local import LocalStorage, claim_event
+from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision, Snapshot
+from forebay.storage.calls import (
+    CALL,
+    Answered,
+    Call,
+    Done,
+    Handed,
+    claimed_rows,
+    decode_kept,
+    is_held,
+    taken_for_good,
+    value_of,
+)
+from forebay.storage.local import LocalStorage
 from forebay.storage.local_base import check_stream_end, check_stream_row
 from forebay.storage.sqlite import schema
-from forebay.storage.sqlite.journal import Journal, JournalTable, State, payload_of
-from forebay.storage.sqlite.place import ProcessLock, check_file_system
-from forebay.storage.sqlite.writer import Writer
-from forebay.storage.table import Table
-from forebay.threads import in_thread, see_through
+from forebay.storage.sqlite.journal import JournalTable, payload_of
+from forebay.storage.sqlite.life import SQLiteLife
+from forebay.storage.sqlite.statements import (
+    emptied,
+    forgetting,
+    in_turn,
+    inserting,
+    reading,
+    remembered,
+    remembering,
+    restored,
+    retracting,
+)
+from forebay.threads import in_thread
 
 __all__ = ["SQLiteStorage"]
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 _SLICE_BYTES = 2**19  # of frames, encoded or decoded before the event loop gets its turn
 _STREAM_GROUPS = 64
+_UNKNOWN: Mapping[int, float] = {}
 
 
-class SQLiteStorage(LocalStorage):
+class SQLiteStorage(SQLiteLife):
     """A durable store in one file.
 
     `synchronous="NORMAL"` is faster and may lose the last commits in a power cut; never in a crash of the process.
     """
-
-    durable = True
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        synchronous: Literal["FULL", "NORMAL"] = "FULL",
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        if synchronous not in ("FULL", "NORMAL"):
-            raise InvalidConfig(f"synchronous is {synchronous!r}; expected 'FULL' or 'NORMAL'")
-        super().__init__(clock=clock)
-        self.path = Path(path).resolve()  # the lock goes with the file, whatever links lead to it
-        self._synchronous = synchronous
-        self._writer: Writer | None = None
-        self._lock: ProcessLock | None = None
-        self._process = os.getpid()
-        self._store_id: str | None = None
-        self._written_accounts: dict[str, bytes] = {}
-        self._written_meta: dict[str, int | None] = {}
-        self._recovering = False
-        self._opening = asyncio.Lock()
-
-    def _make_table(self, order: Order) -> Table:
-        return JournalTable(order)
-
-    @property
-    def store_id(self) -> str | None:
-        """Given when the store was made; known once it is open."""
-        return self._store_id
-
-    @property
-    def _rows(self) -> JournalTable:
-        table = self._table
-        assert isinstance(table, JournalTable)
-        return table
-
-    def _check(self) -> None:
-        """Assert that indexes, counts and rows agree."""
-        self._rows._check()
-
-    # --- life ---------------------------------------------------------------------------------------
-
-    async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
-        async with self._opening:
-            await self._start(settings)
-            await super().open(owner, settings, lease_s)
-
-    async def _start(self, settings: Settings) -> None:
-        if self._writer is None:
-            check_file_system(self.path)
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = ProcessLock(self.path.with_name(self.path.name + ".lock"))
-            self._process = os.getpid()
-            try:
-                self._writer = Writer(self._connect)
-                await asyncio.wrap_future(self._writer.opened())
-                self._settings = settings
-                await self._load()
-            except BaseException:
-                await self._stop()
-                raise
-
-    async def close(self, owner: str) -> None:
-        async with self._opening:
-            if self._writer is not None:
-                await super().close(owner)
-                if not self._open:
-                    await self._stop()
-
-    async def _stop(self) -> None:
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            await in_thread(writer.close)
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
-
-    def _connect(self) -> sqlite3.Connection:
-        try:
-            connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, cached_statements=64)
-        except sqlite3.Error as error:
-            raise StorageError(f"{self.path} cannot be opened: {error}") from error
-        try:
-            connection.execute("PRAGMA page_size = 16384")  # of a new store; payloads are large
-            (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
-            if mode != "wal":
-                raise InvalidConfig(f"{self.path}: this file system does not allow SQLite's write-ahead log ({mode})")
-            connection.execute(f"PRAGMA synchronous = {self._synchronous}")
-            connection.execute("PRAGMA journal_size_limit = 67108864")
-            connection.execute("PRAGMA wal_autocheckpoint = 4096")  # 64 MB; the writer folds the log earlier, by itself
-            connection.execute("PRAGMA cache_size = -65536")  # a batch of payloads must not spill
-            connection.execute("PRAGMA temp_store = MEMORY")
-            schema.create(connection)
-        except sqlite3.OperationalError as error:
-            connection.close()
-            raise StorageError(f"{self.path} cannot be opened: {error}") from error
-        except sqlite3.DatabaseError as error:
-            connection.close()
-            raise DamagedData(f"{self.path} is not a SQLite database that can be read: {error}") from error
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    async def _load(self) -> None:
-        """Read everything but payloads; what a process that is gone held comes back."""
-        self._adopt(await self._do(self._read_all, always=True))
-        for owner in list(self._table.owners()):
-            self._release(owner)
-        await self._finish(())
-
-    def _read_all(self, connection: sqlite3.Connection) -> State:
-        meta: dict[str, Any] = dict(connection.execute("SELECT key, value FROM meta"))
-        if meta.get("restoring"):
-            log.warning("restore_incomplete path=%s the store is emptied", self.path)
-            _emptied(connection)
-            meta = {"store_id": meta["store_id"]}
-        accounts = dict(connection.execute("SELECT task_name, data FROM accounts"))
-        rows = connection.execute(f"SELECT {', '.join(schema.COLUMNS)} FROM group_rows ORDER BY uid").fetchall()
-        # The table is built here, in the writer's thread: the event loop has no part in it.
-        records = [schema.record_of(row) for row in rows]
-        table = JournalTable(self._settings.order)
-        for record in records:
-            table.load(record)
-        archived = [record for record in records if record.place is Place.ARCHIVED]
-        archived.sort(key=lambda record: (record.moved_at, record.uid))
-        return State(meta, accounts, table, deque(record.uid for record in archived))
-
-    def _adopt(self, state: State) -> None:
-        """Make memory what is on disk."""
-        meta = state.meta
-        self._store_id = str(meta["store_id"])
-        self._next_uid = int(meta.get("next_uid") or 1)
-        self._next_timestamp_id = int(meta.get("next_timestamp_id") or 1)
-        self._saved_step = meta.get("saved_step")
-        self._accounts = {task_name: decode_account(data) for task_name, data in state.accounts.items()}
-        self._written_accounts = state.accounts
-        self._written_meta = self._meta()
-        self._table, self._archived = state.table, state.archived
-
-    # --- the writer ---------------------------------------------------------------------------------
-
-    def _submit(
-        self, work: Callable[[sqlite3.Connection], T], *, alone: bool = False, always: bool = False, size: int = 0
-    ) -> Future[T]:
-        if os.getpid() != self._process:
-            raise StorageError(f"{self.path} was opened before a fork; open it anew in the child process")
-        if self._writer is None:
-            raise BufferClosed(f"{self.path} is closed; open it first")
-        return self._writer.submit(work, alone=alone, always=always, size=size)
-
-    async def _do(self, work: Callable[[sqlite3.Connection], T], *, alone: bool = False, always: bool = False) -> T:
-        """Submit work and see it through: a cancel is passed on only after the outcome is known."""
-        result, cancelled = await self._see_through(self._submit(work, alone=alone, always=always))
-        if cancelled is not None:
-            raise cancelled
-        return result
-
-    async def _see_through(self, submitted: Future[T]) -> tuple[T, asyncio.CancelledError | None]:
-        """What submitted work came to, and the cancel that arrived meanwhile."""
-        future = asyncio.wrap_future(submitted)
-        cancelled = await see_through(future)
-        try:
-            return future.result(), cancelled
-        except StorageError:
-            await self._read_anew()
-            raise
-
-    async def _read_anew(self) -> None:
-        """After a failed commit memory is ahead of the disk: forget it, and start from what is stored.
-
-        Until memory is replaced the writer refuses everything, so nothing that was decided on the lost state is
-        ever written.
-        """
-        writer = self._writer
-        if writer is None or self._recovering or not writer.failed:
-            return
-        self._recovering = True
-        try:
-            state = await asyncio.wrap_future(writer.submit(self._read_all, always=True))
-            self._adopt(state)
-            writer.recover()
-            log.error("store_read_anew path=%s after a failed write", self.path)
-        finally:
-            self._recovering = False
-
-    def _meta(self) -> dict[str, int | None]:
-        return {
-            "next_uid": self._next_uid,
-            "next_timestamp_id": self._next_timestamp_id,
-            "saved_step": self._saved_step,
-        }
-
-    def _take_changes(self) -> Callable[[sqlite3.Connection], None] | None:
-        """Everything that changed in memory since the last time, as work for the writer."""
-        journal = self._rows.journal
-        accounts = {}
-        for task_name, account in self._accounts.items():
-            data = encode_account(account)
-            if self._written_accounts.get(task_name) != data:
-                accounts[task_name] = self._written_accounts[task_name] = data
-        meta = self._meta()
-        changed_meta = {key: value for key, value in meta.items() if self._written_meta.get(key) != value}
-        if not journal and not accounts and not changed_meta:
-            return None
-        self._rows.journal = Journal()
-        self._written_meta = meta
-
-        def write(connection: sqlite3.Connection) -> None:
-            removed = [(uid,) for uid, record in journal.records.items() if record is None]
-            changed = [schema.values_of(record) for record in journal.records.values() if record is not None]
-            if removed:
-                connection.executemany("DELETE FROM group_rows WHERE uid = ?", removed)
-                connection.executemany("DELETE FROM payloads WHERE uid = ?", removed)
-            if changed:
-                connection.executemany(schema.upsert_sql, changed)
-            if journal.frames:
-                connection.executemany(
-                    "INSERT OR REPLACE INTO payloads (uid, frame, summary) VALUES (?, ?, ?)",
-                    [(uid, frame, journal.summaries[uid]) for uid, frame in journal.frames.items()],
-                )
-            if accounts:
-                connection.executemany("INSERT OR REPLACE INTO accounts VALUES (?, ?)", list(accounts.items()))
-            if changed_meta:
-                connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(changed_meta.items()))
-
-        return write
-
-    async def _finish(self, tasks: Collection[str]) -> None:
-        size = sum(map(len, self._rows.journal.frames.values()))
-        write = self._take_changes()
-        if write is not None:
-            _, cancelled = await self._see_through(self._submit(write, size=size))
-            if cancelled is not None:
-                raise cancelled
-        await super()._finish(tasks)
 
     # --- payloads -----------------------------------------------------------------------------------
 
@@ -332,14 +109,19 @@ class SQLiteStorage(LocalStorage):
         return await super().revise(encoded)
 
     async def claim(self, claim: Claim) -> Claimed | None:
+        call = CALL.get()
         while True:
             chosen = self._choose(claim)
             if chosen is None:
                 return None
-            before = [row for _, _, rows in chosen for row in rows]
+            moved_at = {row.record.uid: row.record.moved_at for _, _, rows in chosen for row in rows}
             claimed = self._claim(claim, chosen)
-            frames_of = _reading([row.record.uid for row in before])
-            write = self._take_changes()
+            remember = None
+            if call is not None and moved_at:
+                records = {task_name: [row.record for row in rows] for task_name, rows in claimed.items()}
+                remember = remembering(call, Handed.of(claim, records))
+            frames_of = reading(list(moved_at))
+            write = in_turn(remember, self._take_changes())
 
             def work(
                 connection: sqlite3.Connection,
@@ -351,18 +133,18 @@ class SQLiteStorage(LocalStorage):
                     write(connection)
                 return frames
 
-            frames, cancelled = await self._see_through(self._submit(work, size=4_096 * len(before)))
+            frames, cancelled = await self._see_through(self._submit(work, size=4_096 * len(moved_at)))
             if cancelled is not None:
-                await self._undo(claim, before, frames)
+                await self._put_back(_with_payloads(claimed, frames), call, moved_at)
                 raise cancelled
             try:
                 loaded, damaged = await self._decoded([row for rows in claimed.values() for row in rows], frames)
             except BaseException:  # intact, but not to be read here; or cancelled
-                await self._undo(claim, before, frames)
+                await self._put_back(_with_payloads(claimed, frames), call, moved_at)
                 raise
             if damaged:
-                await self._undo(claim, before, frames)
-                await self._fail(damaged)
+                await self._put_back(_with_payloads(claimed, frames), call, moved_at)
+                await self._fail_damaged(damaged)
                 continue
             by_uid = {row.record.uid: row for row in loaded}
             if claim.purpose is Purpose.TAKE:
@@ -372,43 +154,38 @@ class SQLiteStorage(LocalStorage):
                 for task_name, rows in claimed.items()
             }
 
-    async def _undo(self, claim: Claim, before: Sequence[Row], frames: Mapping[int, bytes]) -> None:
-        """Put rows back as they were before a claim whose caller has gone, or that met a damaged payload."""
-        for row in before:
-            record = row.record
-            target = MOVES[claim_event(claim.purpose, record.status)][1]
-            if isinstance(target, End):
-                self._account(record.task_name).end(target, -record.tokens, None, groups=-1)
-            now = self._table.get(record.uid)
-            if now is not None:
-                if now.record.place is Place.ARCHIVED:
-                    self._archived.remove(record.uid)
-                self._table.replace(now.record, row)
-            else:
-                frame = frames.get(record.uid, b"")
-                self._table.add(Row(record, payload_of(frame, _summary_of_frame(frame))))
-        await self._finish({row.record.task_name for row in before})
+    async def undo(self, claim: Claim, claimed: Claimed) -> None:
+        kept: Claimed = {}
+        pending = 0
+        for task_name, rows in claimed.items():
+            kept[task_name] = []
+            for row in rows:
+                if taken_for_good(row.record):
+                    frame = encode_group(row.group)
+                    row = Row(row.record, payload_of(frame, schema.summary_of(row.group)))
+                    pending += len(frame)
+                kept[task_name].append(row)
+                if pending >= _SLICE_BYTES:
+                    pending = 0
+                    await asyncio.sleep(0)
+        await self._put_back(kept, CALL.get())
 
-    async def _fail(self, damaged: Mapping[int, str]) -> None:
+    async def _put_back(self, claimed: Claimed, call: Call | None, moved_at: Mapping[int, float] = _UNKNOWN) -> None:
+        """Undo a claim, and drop its answer. What was taken for good comes with its payload."""
+        tasks = self._undo(claimed, moved_at)
+        await self._commit(tasks, None if call is None else retracting(call.client, call.sequence))
+
+    async def _fail_damaged(self, damaged: Mapping[int, str]) -> None:
         """Groups whose payload cannot be read end as failed."""
-        tasks = set()
         for uid, error in damaged.items():
-            row = self._table.get(uid)
-            if row is not None:
-                log.error("payload_damaged uid=%d group=%d %s", uid, row.record.group_id, error)
-                tasks.add(row.record.task_name)
-                if row.record.place is Place.ARCHIVED:  # it has ended already
-                    self._archived.remove(uid)
-                    self._table.remove((row.record,))
-                else:
-                    self._end(row, End.FAILED, "its payload was damaged on disk")
-        await self._finish(tasks)
+            log.error("payload_damaged path=%s uid=%d %s", self.path, uid, error)
+        await self.fail(dict.fromkeys(damaged, "its payload was damaged on disk"))
 
     async def _loaded(self, rows: list[Row]) -> list[Row]:
-        frames = await self._do(_reading([row.record.uid for row in rows]))
+        frames = await self._do(reading([row.record.uid for row in rows]))
         loaded, damaged = await self._decoded(rows, frames)
         if damaged:
-            await self._fail(damaged)
+            await self._fail_damaged(damaged)
         return loaded
 
     async def read(self, uid: int) -> Row | None:
@@ -440,6 +217,34 @@ class SQLiteStorage(LocalStorage):
                 damaged[record.uid] = str(error)
         return loaded, damaged
 
+    # --- calls that may come twice --------------------------------------------------------------------
+
+    async def answer(self, client: str, sequence: int) -> Answered | None:
+        frames = await self._do(remembered(client, sequence))
+        if 0 not in frames:
+            return None
+        kept = decode_kept(frames.pop(0))
+        if not isinstance(kept, Handed):
+            return Answered(value_of(kept))
+        held = kept.held()
+        if held:
+            frames |= await self._do(reading([record.uid for record in held]))
+        handed = [Row(record, ()) for records in kept.records.values() for record in records]
+        loaded, _ = await self._decoded(handed, frames)
+        here = [row for row in loaded if taken_for_good(row.record) or self._is_held(row.record)]
+        if len(here) < len(handed):
+            # Its caller cannot have all of it: it gets nothing, and holds nothing that it never learns of.
+            await self._put_back(_with_payloads(claimed_rows(kept, handed), frames), Call(client, sequence, 0))
+            raise kept.lost(len(handed) - len(here))
+        return Answered(claimed_rows(kept, here))
+
+    def _is_held(self, claimed: Record) -> bool:
+        row = self._table.get(claimed.uid)
+        return row is not None and is_held(row.record, claimed)
+
+    async def forget(self, client: str) -> None:
+        await self._do(forgetting(client))
+
     # --- streams ------------------------------------------------------------------------------------
 
     async def snapshot(self) -> Snapshot:
@@ -465,7 +270,7 @@ class SQLiteStorage(LocalStorage):
         try:
             for start in range(0, len(rows), _STREAM_GROUPS):
                 part = rows[start : start + _STREAM_GROUPS]
-                read = _reading([row.record.uid for row in part])
+                read = reading([row.record.uid for row in part])
                 frames = await in_thread(lambda read=read: read(reader))  # type: ignore[misc]
                 loaded, damaged = await self._decoded(part, frames)
                 for uid, error in damaged.items():
@@ -495,27 +300,34 @@ class SQLiteStorage(LocalStorage):
                 if row.record.place is Place.ARCHIVED:
                     archived.append(last_uid)
                 if len(part) == _STREAM_GROUPS:
-                    await self._do(_inserting(part))
+                    await self._do(inserting(part))
                     part = []
             if part:
-                await self._do(_inserting(part))
+                await self._do(inserting(part))
             check_stream_end(accounts, table)
         except BaseException:
             self._written_meta = {}
-            await self._do(_emptied)
+            await self._do(emptied)
             raise
         self._table, self._archived = table, archived
         self._accounts = {task_name: decode_account(encode_account(account)) for task_name, account in accounts.items()}
         self._next_uid, self._next_timestamp_id = next_uid, next_timestamp_id
-        write = self._take_changes()
+        call = CALL.get()
+        remember = None if call is None else remembering(call, Done())
+        await self._commit(list(accounts), in_turn(remember, restored))
 
-        def finish(connection: sqlite3.Connection) -> None:
-            if write is not None:
-                write(connection)
-            connection.execute("DELETE FROM meta WHERE key = 'restoring'")
 
-        await self._do(finish)
-        await LocalStorage._finish(self, list(accounts))
+def _with_payloads(claimed: Claimed, frames: Mapping[int, bytes]) -> Claimed:
+    """Claimed rows, those that were taken for good with what is to be stored again."""
+    return {
+        task_name: [_with_payload(row, frames) if taken_for_good(row.record) else row for row in rows]
+        for task_name, rows in claimed.items()
+    }
+
+
+def _with_payload(row: Row, frames: Mapping[int, bytes]) -> Row:
+    frame = frames.get(row.record.uid, b"")
+    return Row(row.record, payload_of(frame, _summary_of_frame(frame)))
 
 
 def _summary_of_frame(frame: bytes) -> str:
@@ -523,29 +335,3 @@ def _summary_of_frame(frame: bytes) -> str:
         return schema.summary_of(decode_group(frame))
     except DamagedData:
         return "[]"
-
-
-def _reading(uids: Sequence[int]) -> Callable[[sqlite3.Connection], dict[int, bytes]]:
-    def read(connection: sqlite3.Connection) -> dict[int, bytes]:
-        frames: dict[int, bytes] = {}
-        for start in range(0, len(uids), 500):
-            part = uids[start : start + 500]
-            marks = ", ".join("?" * len(part))
-            frames.update(connection.execute(f"SELECT uid, frame FROM payloads WHERE uid IN ({marks})", part))
-        return frames
-
-    return read
-
-
-def _inserting(part: Sequence[tuple[list[object], tuple[int, bytes, str]]]) -> Callable[[sqlite3.Connection], None]:
-    def insert(connection: sqlite3.Connection) -> None:
-        connection.executemany(schema.upsert_sql, [values for values, _ in part])
-        connection.executemany("INSERT INTO payloads (uid, frame, summary) VALUES (?, ?, ?)", [p for _, p in part])
-
-    return insert
-
-
-def _emptied(connection: sqlite3.Connection) -> None:
-    for table in ("group_rows", "payloads", "accounts"):
-        connection.execute(f"DELETE FROM {table}")
-    connection.execute("DELETE FROM meta WHERE key <> 'store_id'")

@@ -4,6 +4,7 @@
     payloads     one row a group: the samples as a codec frame, and a summary of them as JSON to look at
     accounts     one row a task: `ledger.Account` as MessagePack
     meta         schema_version, store_id, next_uid, next_timestamp_id, saved_step, restoring
+    calls        what calls answered that may come twice (see `calls`); stores of earlier versions get it when opened
 
 People and tools read the views `groups` and `samples`, whose columns stay: Datasette, DuckDB or the sqlite3 shell open
 them as they are. Counting and choosing never read a payload.
@@ -49,6 +50,12 @@ _VIEW_COLUMNS = (
     "priority, oldest_step, newest_step, created_at, moved_at, attempt, owner, train_step, tags"
 )
 
+_CALLS = """
+CREATE TABLE IF NOT EXISTS calls (
+  client TEXT NOT NULL, sequence INTEGER NOT NULL, part INTEGER NOT NULL, data BLOB NOT NULL,
+  PRIMARY KEY (client, sequence, part));
+"""
+
 _DDL = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE accounts (task_name TEXT PRIMARY KEY, data BLOB NOT NULL) WITHOUT ROWID;
@@ -75,7 +82,7 @@ def create(connection: sqlite3.Connection) -> None:
     if not tables and not application_id:
         # One transaction, pragmas included: a crash leaves an empty file, or a whole store.
         connection.executescript(
-            f"BEGIN IMMEDIATE; {_DDL} INSERT INTO meta VALUES ('store_id', '{uuid.uuid4().hex}'); "
+            f"BEGIN IMMEDIATE; {_DDL} {_CALLS} INSERT INTO meta VALUES ('store_id', '{uuid.uuid4().hex}'); "
             f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )
     elif application_id != APPLICATION_ID:
@@ -84,6 +91,8 @@ def create(connection: sqlite3.Connection) -> None:
         raise UnreadableData(
             f"this store has schema version {version}; this Forebay knows version {SCHEMA_VERSION}: use a newer Forebay"
         )
+    else:
+        connection.execute(_CALLS)
 
 
 upsert_sql = (

@@ -14,9 +14,10 @@ from forebay.testing.conformance.leasing import Leasing
 from forebay.testing.conformance.looking import Looking
 from forebay.testing.conformance.producing import Producing
 from forebay.testing.conformance.storing import Storing
+from forebay.testing.conformance.undoing import Undoing
 
 __all__ = ["StorageConformance"]
 
 
-class StorageConformance(Storing, Producing, Leasing, Looking):
+class StorageConformance(Storing, Producing, Leasing, Undoing, Looking):
     """Inherit from it, say how to make a storage, and let pytest run it."""

@@ -124,7 +124,10 @@ class Leasing(Suite):
             assert not (await store.storage.reap()).returned
             self.advance_clock(store.storage, self.lease_s * 0.7)
             reaped = await store.storage.reap()
-            assert (dict(reaped.returned), reaped.next_s) == ({"math": 2}, None)
+            # A storage that reaps by itself has nothing left to bring back.
+            expected = {} if store.storage.reaps_itself else {"math": 2}
+            assert (dict(reaped.returned), reaped.next_s) == (expected, None)
+            assert "in_flight" not in await store.line()
             with raises(LostLease):
                 await store.storage.settle("lease", [row.record.uid], Event.ACKED)
             with raises(LostLease):
