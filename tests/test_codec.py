@@ -22,6 +22,7 @@ from forebay.codec import decode_account, decode_group, decode_record, encode_ac
 from forebay.errors import DamagedData, InvalidInput, UnreadableData, UnsupportedPayload
 from forebay.ledger import Account, End, Place, Watermark
 from forebay.record import Record
+from forebay.references import Resolved
 from forebay.rollout import RolloutState, SampleParams, Status
 from forebay.staleness import Limits
 
@@ -50,11 +51,11 @@ def same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)  # nan is nan, and -0.0 is not 0.0
 
 
-def frame_of(head: bytes, body: bytes = b"") -> bytes:
+def frame_of(head: bytes, body: bytes = b"", version: int = 1) -> bytes:
     """A frame whose header and checksum are right, whatever it holds."""
     padding = bytes(-(HEADER.size + len(head)) % 16)
     body = padding + body
-    return packed(bytes(head), body)
+    return packed(bytes(head), body, version)
 
 
 def packed(head: bytes, body: bytes, version: int = 1) -> bytes:
@@ -65,6 +66,15 @@ def packed(head: bytes, body: bytes, version: int = 1) -> bytes:
 
 def crafted(sample: dict[str, Any], body: bytes = b"", prompts: Any = (0,)) -> bytes:
     return frame_of(msgspec.msgpack.encode([list(prompts), [{"message": [], **sample}]]), body)
+
+
+def referring(sample: dict[str, Any], values: Any, body: bytes = b"") -> bytes:
+    """A frame of version 2 with these values."""
+    return frame_of(msgspec.msgpack.encode([[0], [{"message": [], **sample}], values]), body, version=2)
+
+
+def reference_ext(index: int, code: int = 3) -> Ext:
+    return Ext(code, index.to_bytes(4, "little"))
 
 
 def array_ext(code: int, shape: tuple[int, ...], offset: int = 0, dimensions: int | None = None) -> Ext:
@@ -288,8 +298,23 @@ def _example() -> bytes:
     )
 
 
-def test_g09_every_prefix_of_a_frame_is_refused() -> None:
-    frame = _example()
+def _referring() -> bytes:
+    """A frame of version 2: a value that two members share, and one of each."""
+    shared = Resolved({"pixels": np.arange(6, dtype=np.uint8), "t": (1, ["a"])})
+    return encode_group(
+        [
+            RolloutState(rollout_id=i, message=[{"c": "hi"}], mm_info={"x": shared}, routed_experts=(Resolved([i]),))
+            for i in range(2)
+        ]
+    )
+
+
+EXAMPLES = {"version 1": _example, "version 2": _referring}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_g09_every_prefix_of_a_frame_is_refused(example: str) -> None:
+    frame = EXAMPLES[example]()
     for size in range(len(frame)):
         with pytest.raises(DamagedData):
             decode_group(frame[:size])
@@ -297,8 +322,9 @@ def test_g09_every_prefix_of_a_frame_is_refused() -> None:
         decode_group(frame + b"\0")
 
 
-def test_g09_every_flipped_bit_of_a_frame_is_refused() -> None:
-    frame = bytearray(_example())
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_g09_every_flipped_bit_of_a_frame_is_refused(example: str) -> None:
+    frame = bytearray(EXAMPLES[example]())
     for bit in range(8 * len(frame)):
         frame[bit // 8] ^= 1 << bit % 8
         with pytest.raises(DamagedData):
@@ -307,10 +333,11 @@ def test_g09_every_flipped_bit_of_a_frame_is_refused() -> None:
     decode_group(frame)
 
 
-def test_g09_altered_heads_with_a_right_checksum_are_read_or_refused() -> None:
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_g09_altered_heads_with_a_right_checksum_are_read_or_refused(example: str) -> None:
     """Every byte of the head replaced by random others: no other exception, whatever they happen to mean."""
-    frame = _example()
-    _, _, head_bytes, _, _ = HEADER.unpack_from(frame)
+    frame = EXAMPLES[example]()
+    _, version, head_bytes, _, _ = HEADER.unpack_from(frame)
     head, body = bytearray(frame[HEADER.size : HEADER.size + head_bytes]), frame[HEADER.size + head_bytes :]
     chance = random.Random(0)
     refused = 0
@@ -318,7 +345,7 @@ def test_g09_altered_heads_with_a_right_checksum_are_read_or_refused() -> None:
         kept = head[position]
         for value in {*chance.sample(range(256), 20), 0xC1, 0xC7, 0xC9, 0xDB, 0xDD, 0xDF, 0xFF}:
             head[position] = value
-            data = packed(bytes(head), body)
+            data = packed(bytes(head), body, version)
             try:
                 decode_group(data)
             except DamagedData:
@@ -330,8 +357,9 @@ def test_g09_altered_heads_with_a_right_checksum_are_read_or_refused() -> None:
 @given(st.binary(max_size=200))
 @settings(max_examples=300, deadline=None)
 def test_g09_random_heads_are_refused(head: bytes) -> None:
-    with pytest.raises(DamagedData):
-        decode_group(frame_of(head))
+    for version in (1, 2):
+        with pytest.raises(DamagedData):
+            decode_group(frame_of(head, version=version), ["beside"])
     with pytest.raises(DamagedData):
         decode_group(head)
 
@@ -419,6 +447,38 @@ HOSTILE: dict[str, bytes] = {
     "a column that is a number": crafted({"response_ids": 5}),
     "a column that is a text": crafted({"response_ids": "abc"}),
     "rollouts twice": frame_of(msgspec.msgpack.encode([[0, 0], [{"message": [], "rollout_id": 1}] * 2])),
+    "a value in version 1": crafted({X: {"a": reference_ext(0)}}),
+    "a reference beside version 1": crafted({X: {"a": reference_ext(0, 4)}}),
+    "a value that is not there": referring({X: {"a": reference_ext(1)}}, [7]),
+    "a value of none": referring({X: {"a": reference_ext(0)}}, None),
+    "value 4 billion": referring({X: {"a": reference_ext(2**32 - 1)}}, [7]),
+    "a value without a number": referring({X: {"a": Ext(3, b"")}}, [7]),
+    "a value with half a number": referring({X: {"a": Ext(3, b"\0\0")}}, [7]),
+    "a value with two numbers": referring({X: {"a": Ext(3, bytes(8))}}, [7]),
+    "a reference beside that did not come": referring({X: {"a": reference_ext(0, 4)}}, None),
+    "a value that refers to itself": referring({X: {"a": reference_ext(0)}}, [reference_ext(0)]),
+    "a value that refers to another": referring({X: {"a": reference_ext(1)}}, [7, reference_ext(0)]),
+    "a value that refers from a tuple": referring(
+        {X: {"a": reference_ext(1)}}, [7, Ext(2, msgspec.msgpack.encode([reference_ext(0)]))]
+    ),
+    "a value that refers beside": referring({X: {"a": reference_ext(0)}}, [reference_ext(0, 4)]),
+    "values that are a map": referring({}, {"a": 1}),
+    "values that are a number": referring({}, 1),
+    "a pickle as values": referring({}, Ext(3, PICKLE)),
+    "too many values": referring({}, [None] * 70_000),
+    "a value with an array beyond": referring({X: {"a": reference_ext(0)}}, [array_ext(7, (5,))], bytes(16)),
+    "values that overlap to more than a group can be": referring({}, [array_ext(2, (2**20,))] * 4097, bytes(2**20)),
+    "very deep values": frame_of(b"\x93\x91\x00\x91\x81\xa7message\x90" + b"\x91" * 100_000 + b"\xc0", version=2),
+    "very deep samples": frame_of(b"\x93\x91\x00" + b"\x91" * 100_000 + b"\xc0\xc0", version=2),
+    "deep tuples in a value": referring({}, [_deep_tuples(100)]),
+    "a field of a wrong type as a value": referring({"mm_info": reference_ext(0)}, [{}]),
+    "a message that is a value": referring({"message": reference_ext(0)}, [[]]),
+    "a column that is a value of two dimensions": referring(
+        {"response_ids": reference_ext(0)}, [array_ext(7, (2, 2))], bytes(16)
+    ),
+    "version 2 with the head of version 1": frame_of(msgspec.msgpack.encode([[0], [{"message": []}]]), version=2),
+    "prompts missing in version 2": frame_of(msgspec.msgpack.encode([[], [{"message": []}], None]), version=2),
+    "no samples in version 2": frame_of(msgspec.msgpack.encode([[], [], []]), version=2),
 }
 
 
@@ -433,6 +493,9 @@ def test_the_helper_of_these_tests_makes_frames_that_are_read() -> None:
     (found,) = decode_group(crafted({X: {"a": array_ext(7, (2, 2)), "t": _deep_tuples(10)}}, bytes(16)))
     assert same(found.extra_fields["a"], np.zeros((2, 2), np.int32))
     decode_group(_listed(20))
+    (found,) = decode_group(referring({X: {"a": reference_ext(1), "b": reference_ext(0, 4)}}, [1, [7]]), ["beside"])
+    assert found.extra_fields == {"a": [7], "b": "beside"}
+    decode_group(frame_of(b"\x93\x91\x00\x91\x81\xa7message\x90" + b"\x91" * 100 + b"\xc0", version=2))
 
 
 @pytest.mark.parametrize("depth", [63, 64, 65, 66])
@@ -453,7 +516,7 @@ def test_many_tuples_side_by_side_are_not_deep() -> None:
     assert found.routed_experts == value
 
 
-@pytest.mark.parametrize("version", [0, 2, 255])
+@pytest.mark.parametrize("version", [0, 3, 255])
 def test_frames_of_other_versions_are_refused_by_name(version: int) -> None:
     frame = bytes(_example())
     with pytest.raises(UnreadableData, match=f"version {version}"):

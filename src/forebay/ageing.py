@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 from msgspec.structs import replace
@@ -18,9 +18,12 @@ from forebay.errors import DamagedData, InvalidInput
 from forebay.intake import expire_content
 from forebay.ledger import Watermark
 from forebay.query import And, Compare
+from forebay.record import Row
+from forebay.references import as_values
+from forebay.resolving import lost_reason, needs_values, resolve_contents
 from forebay.rollout import Status
 from forebay.staleness import EXPIRABLE, Limits
-from forebay.storage.base import Revision, Storage
+from forebay.storage.base import Content, Revision, Storage
 
 __all__ = ["Ageing"]
 
@@ -96,10 +99,18 @@ class Ageing:
 
     async def advance(self, train_step: int, limits: Mapping[str, Limits]) -> None:
         """From now on nothing of these tasks leaves that is too old for the step."""
+        await self._storage.set_watermark(self.watermarks(train_step, limits))
+        self.advanced(train_step, limits)
+
+    @staticmethod
+    def watermarks(train_step: int, limits: Mapping[str, Limits]) -> dict[str, Watermark]:
+        """The watermarks that a step and limits make."""
+        return {task_name: Watermark(train_step, limit) for task_name, limit in limits.items()}
+
+    def advanced(self, train_step: int, limits: Mapping[str, Limits]) -> None:
+        """The watermarks were set in the storage."""
         self.see(train_step)
-        watermarks = {task_name: Watermark(train_step, limit) for task_name, limit in limits.items()}
-        await self._storage.set_watermark(watermarks)
-        for task_name, watermark in watermarks.items():
+        for task_name, watermark in self.watermarks(train_step, limits).items():
             known = self._watermarks.get(task_name)
             step = train_step if known is None else max(train_step, known.train_step)
             self._watermarks[task_name] = replace(watermark, train_step=step)
@@ -114,8 +125,9 @@ class Ageing:
             # The limits were changed since: what is stored is judged by the new ones.
             await self.advance(known.train_step, {task_name: self.limits(task_name)})
         newly_expired = 0
-        while True:
-            rows = await self._storage.due(task_name, statuses, _SLICE_GROUPS)
+        while self._storage.may_be_due(task_name):
+            with as_values():
+                rows = await self._storage.due(task_name, statuses, _SLICE_GROUPS)
             if not rows:
                 break
             watermark = (await self._storage.account(task_name)).watermark
@@ -123,6 +135,8 @@ class Ageing:
             # The watermark may have moved in between: what is not below the one we know only gets its facts anew
             # here, and is looked at again.
             contents = [expire_content(row.group, watermark.limits, watermark.train_step) for row in rows]
+            if needs_values(self._storage):
+                rows, contents = await self._valued(rows, contents)
             revisions = [
                 Revision(row.record.uid, row.record.revision, content)
                 for row, content in zip(rows, contents, strict=True)
@@ -138,6 +152,25 @@ class Ageing:
         if newly_expired:
             log.info("groups_expired task=%s groups=%d", task_name, newly_expired)
         return newly_expired
+
+    async def _valued(
+        self, rows: Sequence[Row], contents: Sequence[Content | None]
+    ) -> tuple[list[Row], list[Content | None]]:
+        """Rows with what they become, references resolved; those with a lost value end here, as failed."""
+        kept: list[Row] = []
+        valued: list[Content | None] = []
+        lost: dict[int, str] = {}
+        for row, content in zip(rows, contents, strict=True):
+            after = content if content is None else (await resolve_contents((content,)))[0]
+            reason = None if content is None or after is None else lost_reason(content, after)
+            if reason is None:
+                kept.append(row)
+                valued.append(after)
+            else:
+                lost[row.record.uid] = reason
+        if lost:
+            await self._storage.fail(lost)
+        return kept, valued
 
     async def drop_expired(self, task_name: str) -> None:
         """Discard the EXPIRED groups of a task that no longer retries them."""

@@ -33,11 +33,12 @@ from forebay.ledger import LedgerLine, Place
 from forebay.outlet import Outlet, asked
 from forebay.policy import FIFOReplayPolicy, ReplayPolicy
 from forebay.query import And, Compare, Node, parse, resolve_staleness
-from forebay.record import Record, Row, Tags, check_tags, present
+from forebay.record import Record, Row, Tags, check_tags, identify, present
+from forebay.resolving import lost_reason, needs_values, resolve_arrivals, resolve_contents
 from forebay.rollout import RolloutState, Status
 from forebay.session import Session
 from forebay.staleness import EXPIRABLE, Limits, check_step
-from forebay.storage.base import Arrival, Claimed, Settings, Storage
+from forebay.storage.base import Arrival, Claimed, Ready, Settings, Storage
 from forebay.storage.memory import MemoryStorage
 
 if TYPE_CHECKING:
@@ -212,6 +213,8 @@ class ReplayBuffer:
             )
         if not arrivals:
             return []
+        if needs_values(self.storage):
+            arrivals = await self._valued(resolve_arrivals(arrivals), task_name)
         if current_train_step is not None:
             self._ageing.see(current_train_step)
         records = await self._session.with_room(
@@ -235,7 +238,8 @@ class ReplayBuffer:
     ) -> Groups:
         """For samplers: write newly drawn prompts as in flight, and advance the task's position, in one step.
 
-        Waits for room. They get the group ids from `cursor` on; CursorMoved if the task stands elsewhere.
+        Waits for room. They get the group ids from `cursor` on; CursorMoved if the task stands elsewhere. A group that
+        refers to a lost value ends as failed at once, and is not among those returned.
         """
         await self._session.ready()
         checked_task(task_name)
@@ -244,6 +248,9 @@ class ReplayBuffer:
         for group in checked_many("groups", groups):
             check_group(group, task_name)
             contents.append(content_of(tuple(group), None, None))
+        drawn = contents
+        if needs_values(self.storage):
+            contents = await self._valued(resolve_contents(contents), task_name)
         records = await self._session.with_room(
             lambda: self.storage.issue(task_name, contents, owner=self.owner, cursor=cursor, source_state=source_state),
             f"room to draw {len(contents)} groups of task {task_name!r}",
@@ -251,7 +258,24 @@ class ReplayBuffer:
             [content.facts.bytes for content in contents],
             timeout_s,
         )
-        return [present(Row(record, content.group)) for record, content in zip(records, contents, strict=True)]
+        lost = {}
+        for record, content, before in zip(records, contents, drawn, strict=True):
+            if content is not before:
+                identify(before.group, task_name, record.group_id)
+                if (reason := lost_reason(before, content)) is not None:
+                    lost[record.uid] = reason
+        if lost:
+            await self.storage.fail(lost)
+        return [
+            present(Row(record, content.group))
+            for record, content in zip(records, drawn, strict=True)
+            if record.uid not in lost
+        ]
+
+    async def _valued(self, resolving: Awaitable[T], task_name: str) -> T:
+        """Wait until references have their values: as long as whoever makes those needs."""
+        with self._session.waits.listed(f"the values of references in groups of task {task_name!r}", (task_name,)):
+            return await resolving
 
     async def position(self, task_name: str) -> tuple[int, bytes | None]:
         """For samplers: how many groups were drawn for a task, and the state of its iterable loader, if any."""
@@ -355,7 +379,11 @@ class ReplayBuffer:
         attempt, grant = await self.lease_attempt(wants, train_step=train_step, group_status=status)
         wants = checked_wants(wants)
         claimed = await self._session.until(
-            attempt, f"{batch_name(wants, status)} for train step {train_step}", asked(wants), timeout_s
+            attempt,
+            f"{batch_name(wants, status)} for train step {train_step}",
+            asked(wants),
+            timeout_s,
+            Ready(wants=wants, status=status),
         )
         return await grant(claimed)
 
@@ -378,7 +406,8 @@ class ReplayBuffer:
         async def attempt() -> bool | None:
             return await self._is_ready(wants, status) or None
 
-        await self._session.until(attempt, batch_name(wants, status), asked(wants), timeout_s)
+        ready = Ready(wants=wants, status=status)
+        await self._session.until(attempt, batch_name(wants, status), asked(wants), timeout_s, ready)
 
     async def is_ready(self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED) -> bool:
         """Whether every task has as many groups as asked; tasks asked for 0 or less do not count."""

@@ -6,8 +6,13 @@ A group is one frame:
 
 The head is MessagePack: the samples, with the prompt written once for all members that share it. The body is the raw
 buffers of the arrays, each aligned to 16 bytes; where an array stood, the head has extension 1 (dtype, shape,
-offset). Extension 2 is a tuple. There are no others, and none can name code: reading a frame creates plain data
-and arrays, or raises DamagedData (G9). Arrays are decoded as read-only views of the frame, without a copy.
+offset). Extension 2 is a tuple, 3 and 4 are references. There are no others, and none can name code: reading a frame
+creates plain data and arrays, or raises DamagedData (G9). Arrays are decoded as read-only views of the frame, without a
+copy.
+
+A group with references (see `references`) is a frame of version 2: its head has the values of resolved references as a
+third part, each once, and extension 3 is an index into them. Extension 4 is an index into the references that travel
+beside the frame, for whoever can carry them. Values hold no references.
 
 Lists stay lists, arrays stay arrays, tuples tuples. A value of any other type is UnsupportedPayload, with its path.
 """
@@ -29,8 +34,10 @@ from forebay.checks import check_group
 from forebay.dtypes import BFLOAT16, CODE_OF, DTYPES, bfloat16_dtype
 from forebay.errors import DamagedData, InvalidGroup, UnreadableData, UnsupportedPayload
 from forebay.ledger import Account
+from forebay.payload import COLUMNS, LEAVES, check_types, same_prompt
 from forebay.record import Record
-from forebay.rollout import Group, RolloutState, SampleParams
+from forebay.references import Resolved, is_reference, put_back
+from forebay.rollout import Group, RolloutState
 
 __all__ = [
     "MAX_FRAME_BYTES",
@@ -39,43 +46,31 @@ __all__ = [
     "decode_record",
     "encode_account",
     "encode_group",
+    "encode_parts",
     "encode_record",
 ]
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _MAGIC = b"FBG1"
-_VERSION = 1
+_VERSION, _WITH_REFERENCES = 1, 2
 _START = struct.Struct("<4sB3xIQ")
 _HEADER = struct.Struct("<4sB3xIQI")
 _ALIGNMENT = 16
 _MAX_DIMENSIONS = 8
 _MAX_DEPTH = 64
 _MAX_SAMPLES = 65_536
+_MAX_VALUES = 65_536
 
 MAX_FRAME_BYTES = 4 * 2**30
 """No group is larger: what claims to be is refused before anything is allocated."""
 
-_ARRAY, _TUPLE = 1, 2
+_ARRAY, _TUPLE, _VALUE, _BESIDE = 1, 2, 3, 4
 _BFLOAT16 = DTYPES[BFLOAT16][0]
 _DTYPE_OF = {code: dtype for dtype, code in CODE_OF.items()}
 _VECTOR = struct.Struct("<BBQQ")
+_INDEX = struct.Struct("<I")
 _PADDING = [bytes(count) for count in range(_ALIGNMENT)]
-
-_PROMPT_FIELDS = ("message", "prompt_ids", "mm_info", "reward_model", "data_source", "tools", "tool_choice")
-_USER_FIELDS = (
-    "message",
-    "data_source",
-    "reward_model",
-    "mm_info",
-    "tools",
-    "tool_choice",
-    "tool_calls",
-    "routed_experts",
-    "reward",
-    "extra_fields",
-)
-_COLUMNS = ("prompt_ids", "tokens", "response_ids", "logprobs", "response_mask", "input_ids", "labels")
 
 
 class _Head(msgspec.Struct, array_like=True, gc=False):
@@ -85,123 +80,98 @@ class _Head(msgspec.Struct, array_like=True, gc=False):
     samples: list[RolloutState]
 
 
+class _HeadWithValues(msgspec.Struct, array_like=True, gc=False):
+    """As it is written: `values` of references, or None if all of them travel beside the frame."""
+
+    prompts: list[int]
+    samples: list[RolloutState]
+    values: list[Any] | None
+
+
+class _RawHead(msgspec.Struct, array_like=True, gc=False):
+    """The same as it is read: the values first, because the samples refer to them."""
+
+    prompts: list[int]
+    samples: msgspec.Raw
+    values: msgspec.Raw
+
+
 # --- write --------------------------------------------------------------------------------------------
 
 
-def encode_group(group: Sequence[RolloutState]) -> bytes:
-    """A group as one frame; UnsupportedPayload names the value that is not plain data."""
+def encode_group(group: Sequence[RolloutState], references: list[Any] | None = None) -> bytes:
+    """A group as one frame; UnsupportedPayload names the value that is not plain data.
+
+    References are appended to the list, each once, and have to travel beside the frame; without a list they must have
+    been resolved.
+    """
+    return b"".join(encode_parts(group, references))
+
+
+def encode_parts(
+    group: Sequence[RolloutState], references: list[Any] | None = None, *, checksum: bool = True
+) -> list[Any]:
+    """The pieces that make the frame of a group, in order: buffers that are still those of its arrays.
+
+    Without a checksum (zero in its place) it is for a reader who does not ask for one: in memory, over a safe way.
+    """
     if len(group) > _MAX_SAMPLES:
         raise UnsupportedPayload(f"a group of {len(group)} samples; expected at most {_MAX_SAMPLES}")
-    arrays = _ArrayWriter()
+    arrays = _ArrayWriter(references)
     prompts: list[int] = []
     samples: list[RolloutState] = []
     for index, state in enumerate(group):
         # Members share the prompt of the first, or (another prompt further on) that of their neighbour.
         sources = {0, prompts[-1]} if prompts else ()
-        source = next((i for i in sources if _same_prompt(group[i], state)), index)
+        source = next((i for i in sources if same_prompt(group[i], state)), index)
         prompts.append(source)
         written = state.__copy__()
         if source != index:
             written.message = []
             written.prompt_ids = written.mm_info = written.reward_model = written.data_source = None
             written.tools = written.tool_choice = None
-        for name in _check_types(written, index):
+        for name in check_types(written, index):
             value = getattr(written, name)
             plain = arrays.plain(value, f"$[{index}].{name}", 0)
             if plain is not value:
                 setattr(written, name, plain)
         samples.append(written)
+    version = _WITH_REFERENCES if arrays.refers else _VERSION
     try:
-        head = arrays.encode(_Head(prompts, samples))
+        if version == _VERSION:
+            head = arrays.encode(_Head(prompts, samples))
+        else:
+            head = arrays.encode(_HeadWithValues(prompts, samples, arrays.values or None))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UnsupportedPayload(f"{_culprit(group, arrays) or '$'}: {error}") from None
     padding = -(_HEADER.size + len(head)) % _ALIGNMENT
     body = [_PADDING[padding], *arrays.buffers]
-    start = _START.pack(_MAGIC, _VERSION, len(head), padding + arrays.size)
-    crc = crc32(head, crc32(start))
-    for part in body:
-        crc = crc32(part, crc)
-    return b"".join([start, crc.to_bytes(4, "little"), head, *body])
-
-
-_NONE = type(None)
-_FIELD_TYPES: dict[str, tuple[type, ...]] = {
-    "task_name": (str, _NONE),
-    "message": (list,),
-    "reward_model": (dict, _NONE),
-    "mm_info": (dict, _NONE),
-    "tools": (list, _NONE),
-    "session_id": (int, str, _NONE),
-    "sample_params": (SampleParams, _NONE),
-    "response": (str, _NONE),
-    "finish_reason": (str, _NONE),
-    "tool_calls": (list, _NONE),
-    "reward": (dict, _NONE),
-    "error_msg": (str, _NONE),
-    "extra_fields": (dict,),
-}
-_NUMBERS = frozenset((int, float, bool))
-
-
-def _check_types(state: RolloutState, index: int) -> tuple[str, ...]:
-    """What is written must be readable: UnsupportedPayload for a field of a type that a reader would refuse.
-
-    Returns the fields that hold more than a leaf, which have to be looked into.
-    """
-    found = tuple([type(getattr(state, name)) for name in _TYPED_FIELDS])
-    nested = _good_types.get(found)
-    if nested is None:
-        _check_fields(state, index)
-        kinds = zip(_TYPED_FIELDS, found, strict=True)
-        nested = tuple(name for name, kind in kinds if name in _USER_FIELDS and kind not in _LEAVES)
-        if len(_good_types) < 1_000:
-            _good_types[found] = nested
-    for name in ("message", "tools", "tool_calls"):
-        for position, item in enumerate(getattr(state, name) or ()):
-            if type(item) is not dict:
-                raise UnsupportedPayload(f"$[{index}].{name}[{position}]: a {type(item).__name__}; expected a dict")
-    for name in _COLUMNS:
-        column = getattr(state, name)
-        if column is None or type(column) is np.ndarray:
-            continue
-        if type(column) is not list:
-            raise UnsupportedPayload(f"$[{index}].{name}: a {type(column).__name__}; expected a list or a numpy array")
-        if not set(map(type, column)) <= _NUMBERS:
-            position = next(i for i, item in enumerate(column) if type(item) not in _NUMBERS)
-            kind = type(column[position]).__name__
-            raise UnsupportedPayload(f"$[{index}].{name}[{position}]: a {kind}; expected a number")
-    if state.sample_params is not None:
-        try:
-            msgspec.convert(msgspec.to_builtins(state.sample_params), SampleParams)
-        except (msgspec.ValidationError, TypeError) as error:
-            raise UnsupportedPayload(f"$[{index}].sample_params: {error}") from None
-    return nested
-
-
-_TYPED_FIELDS = (*_FIELD_TYPES, "data_source", "tool_choice", "routed_experts")
-_good_types: dict[tuple[type, ...], tuple[str, ...]] = {}
-"""Combinations of field types that passed, with the fields to look into: a run has a handful of them."""
-
-
-def _check_fields(state: RolloutState, index: int) -> None:
-    for name, kinds in _FIELD_TYPES.items():
-        value = getattr(state, name)
-        if type(value) not in kinds:
-            expected = " or ".join("None" if kind is _NONE else kind.__name__ for kind in kinds)
-            raise UnsupportedPayload(f"$[{index}].{name}: a {type(value).__name__}; expected {expected}")
+    start = _START.pack(_MAGIC, version, len(head), padding + arrays.size)
+    crc = 0
+    if checksum:
+        crc = crc32(head, crc32(start))
+        for part in body:
+            crc = crc32(part, crc)
+    return [start, crc.to_bytes(4, "little"), head, *body]
 
 
 class _ArrayWriter:
-    """Collects the buffers of the arrays that an encoder meets."""
+    """Collects the buffers of the arrays that an encoder meets, and the references with their values."""
 
-    def __init__(self) -> None:
+    def __init__(self, references: list[Any] | None) -> None:
+        self.refers = False
+        self.values: list[Any] = []
+        self._value_index: dict[Resolved, Ext] = {}
+        self._beside = references
+        self._beside_index: dict[Any, Ext] | None = None
+        self._in_value = False
         self.buffers: list[Any] = []  # whatever lends its bytes
         self.size = 0
-        self._encoder = Encoder(enc_hook=self._hook)
+        self._encoder = Encoder(enc_hook=self.hook)
         self.encode = self._encoder.encode
         self._written: dict[int, tuple[np.ndarray[Any, Any], Ext]] = {}
 
-    def _hook(self, value: object) -> Ext:
+    def hook(self, value: object) -> Ext:
         if not isinstance(value, np.ndarray):
             raise TypeError(f"a {type(value).__name__} is not plain data")
         known = self._written.get(id(value))
@@ -229,12 +199,12 @@ class _ArrayWriter:
     def plain(self, value: Any, path: str, depth: int) -> Any:
         """The value itself if it is plain data, a copy with its tuples marked, or UnsupportedPayload."""
         kind = type(value)
-        if kind in _LEAVES:
+        if kind in LEAVES:
             return value
         if depth >= _MAX_DEPTH:
             raise UnsupportedPayload(f"{path[:120]}: nested deeper than {_MAX_DEPTH} levels")
         if kind is dict:
-            if _LEAVES.issuperset(map(type, value.values())) and set(map(type, value)) <= _TEXTS:
+            if LEAVES.issuperset(map(type, value.values())) and set(map(type, value)) <= _TEXTS:
                 return value
             for key in value:
                 if type(key) is not str:
@@ -242,12 +212,12 @@ class _ArrayWriter:
             changed = {
                 key: plain
                 for key, item in value.items()
-                if type(item) not in _LEAVES and (plain := self.plain(item, f"{path}.{key}", depth + 1)) is not item
+                if type(item) not in LEAVES and (plain := self.plain(item, f"{path}.{key}", depth + 1)) is not item
             }
             return {**value, **changed} if changed else value
         if kind is list or kind is tuple:
             items = [
-                item if type(item) in _LEAVES else self.plain(item, f"{path}[{i}]", depth + 1)
+                item if type(item) in LEAVES else self.plain(item, f"{path}[{i}]", depth + 1)
                 for i, item in enumerate(value)
             ]
             if kind is tuple:
@@ -266,61 +236,68 @@ class _ArrayWriter:
                     f"{path}: an array of {value.ndim} dimensions; expected at most {_MAX_DIMENSIONS}"
                 )
             return value
+        if kind is Resolved or is_reference(value):
+            self.refers = True
+            if self._in_value:
+                raise UnsupportedPayload(
+                    f"{path}: a reference inside the value of another; expected values of plain data"
+                )
+            return self._value(value, path) if kind is Resolved else self._reference(value, path)
         raise UnsupportedPayload(
             f"{path}: a {kind.__module__}.{kind.__qualname__} is not plain data; expected texts, numbers, bools, None, "
             "bytes, lists, tuples, dicts and numpy arrays of them (numpy scalars: .item(); torch tensors: .numpy())"
         )
 
+    def _value(self, resolved: Resolved, path: str) -> Ext:
+        ext = self._value_index.get(resolved)
+        if ext is None:
+            if len(self.values) == _MAX_VALUES:
+                raise UnsupportedPayload(f"{path}: one reference more than {_MAX_VALUES} in a group")
+            self._in_value = True
+            self.values.append(self.plain(resolved.value, f"{path} (its value)", 0))
+            self._in_value = False
+            ext = self._value_index[resolved] = Ext(_VALUE, _INDEX.pack(len(self.values) - 1))
+        return ext
 
-_LEAVES = frozenset((str, int, float, bool, type(None), bytes))
+    def _reference(self, reference: Any, path: str) -> Ext:
+        if self._beside is None:
+            raise UnsupportedPayload(f"{path}: a {type(reference).__name__} that was not resolved cannot be stored")
+        if self._beside_index is None:
+            self._beside_index = {known: Ext(_BESIDE, _INDEX.pack(index)) for index, known in enumerate(self._beside)}
+        ext = self._beside_index.get(reference)
+        if ext is None:
+            ext = self._beside_index[reference] = Ext(_BESIDE, _INDEX.pack(len(self._beside)))
+            self._beside.append(reference)
+        return ext
+
+
 _TEXTS = frozenset((str,))
 
 
 def _culprit(group: Sequence[RolloutState], arrays: _ArrayWriter) -> str | None:
     """The path of what could not be encoded, found the slow way."""
+
+    def hook(value: Any) -> Any:
+        if type(value) is Resolved:
+            return value.value
+        return None if is_reference(value) else arrays.hook(value)
+
+    encode = Encoder(enc_hook=hook).encode
     for index, state in enumerate(group):
         for name in RolloutState.__struct_fields__:
             value = getattr(state, name)
             path = f"$[{index}].{name}"
-            if name in _COLUMNS and type(value) is list:
+            if name in COLUMNS and type(value) is list:
                 for position, item in enumerate(value):
                     try:
                         msgspec.msgpack.encode(item)
                     except Exception:
                         return f"{path}[{position}] ({type(item).__name__})"
             try:
-                arrays.encode(value)
+                encode(value)
             except Exception:
                 return path
     return None
-
-
-def _same_prompt(one: RolloutState, other: RolloutState) -> bool:
-    if (
-        one.message is other.message
-        and one.prompt_ids is other.prompt_ids
-        and one.mm_info is other.mm_info
-        and one.reward_model is other.reward_model
-        and one.data_source is other.data_source
-        and one.tools is other.tools
-        and one.tool_choice is other.tool_choice
-    ):
-        return True
-    return all(_same(getattr(one, name), getattr(other, name)) for name in _PROMPT_FIELDS)
-
-
-def _same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, np.ndarray):
-        return bool(one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes())
-    try:
-        # 1 == 1.0 == True, and they are not the same: what goes in must come out.
-        return bool(one == other) and repr(one) == repr(other)
-    except ValueError:  # arrays inside, which have no single truth
-        return False
 
 
 def _contiguous(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -350,28 +327,48 @@ class _Reading(threading.local):
 
     body: memoryview = memoryview(b"")
     depth: int = 0
+    beside: Sequence[Any] | None = None  # what extension 4 refers to
+    values: Sequence[Any] | None = None  # what extension 3 refers to
+    value_bytes: int | None = None  # of the arrays in values, while those are read
 
 
 _reading = _Reading()
 
 
-def decode_group(frame: Buffer) -> Group:
-    """The samples of a frame, arrays as read-only views of it; DamagedData if it is not one."""
+def decode_group(frame: Buffer, references: Sequence[Any] | None = None, *, checksum: bool = True) -> Group:
+    """The samples of a frame, arrays as read-only views of it; DamagedData if it is not one.
+
+    `checksum`: whether it has to match; see `encode_parts`. `references`: those that came beside the frame. Values that
+    are in the frame are put back, each once: see `references.put_back`.
+    """
     view = memoryview(frame).cast("B").toreadonly()
-    head, body = _split(view)
+    head, body, version = _split(view, checksum)
     _reading.body, _reading.depth = body, 0
     try:
-        content = _group_decoder.decode(head)
+        content = _group_decoder.decode(head) if version == _VERSION else _read_head(head, references)
         group = _with_prompts(content)
         check_group(group, group[0].task_name or "")
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, InvalidGroup, OverflowError) as error:
         raise DamagedData(f"a group frame of {len(view)} bytes cannot be read: {error}") from None
     finally:
         _reading.body = memoryview(b"")
+        _reading.values = _reading.beside = _reading.value_bytes = None
     return group
 
 
-def _split(view: memoryview) -> tuple[memoryview, memoryview]:
+def _read_head(head: memoryview, references: Sequence[Any] | None) -> _Head:
+    raw = _raw_head_decoder.decode(head)
+    # Several arrays may lie on the same bytes, but putting them back copies each: bounded as a group is.
+    _reading.value_bytes = 0
+    values = _values_decoder.decode(raw.values) or []
+    _reading.value_bytes = None
+    if len(values) > _MAX_VALUES:
+        raise InvalidGroup(f"{len(values)} references; expected at most {_MAX_VALUES}")
+    _reading.values, _reading.beside, _reading.depth = put_back(values) if values else values, references, 0
+    return _Head(raw.prompts, _samples_decoder.decode(raw.samples))
+
+
+def _split(view: memoryview, checksum: bool) -> tuple[memoryview, memoryview, int]:
     if len(view) < _HEADER.size:
         raise DamagedData(f"a group frame has at least {_HEADER.size} bytes; this one has {len(view)}")
     magic, version, head_bytes, body_bytes, crc = _HEADER.unpack_from(view)
@@ -380,15 +377,16 @@ def _split(view: memoryview) -> tuple[memoryview, memoryview]:
     expected = _HEADER.size + head_bytes + body_bytes
     if expected != len(view) or expected > MAX_FRAME_BYTES:
         raise DamagedData(f"a group frame says that it has {expected} bytes; there are {len(view)}")
-    if crc32(view[_HEADER.size :], crc32(view[: _START.size])) != crc:
+    if checksum and crc32(view[_HEADER.size :], crc32(view[: _START.size])) != crc:
         raise DamagedData(f"the checksum of a group frame of {len(view)} bytes does not match: it was altered")
-    if version != _VERSION or bytes(view[5:8]) != b"\0\0\0":
+    if version not in (_VERSION, _WITH_REFERENCES) or bytes(view[5:8]) != b"\0\0\0":
         raise UnreadableData(
-            f"a group frame of version {version}; this Forebay reads version {_VERSION}: use a newer Forebay"
+            f"a group frame of version {version}; this Forebay reads versions {_VERSION} and {_WITH_REFERENCES}: use a "
+            "newer Forebay"
         )
     # The padding between them belongs to neither.
     start = _HEADER.size + head_bytes
-    return view[_HEADER.size : start], view[start + (-start % _ALIGNMENT) :]
+    return view[_HEADER.size : start], view[start + (-start % _ALIGNMENT) :], version
 
 
 def _with_prompts(content: _Head) -> Group:
@@ -418,8 +416,28 @@ def _read_extension(code: int, data: memoryview) -> Any:
             raise InvalidGroup("a tuple that is none")
         return tuple(items)
     if code == _ARRAY:
-        return _read_array(data)
-    raise InvalidGroup(f"an extension of type {code}; there are only 1 (an array) and 2 (a tuple)")
+        array = _read_array(data)
+        if _reading.value_bytes is not None:
+            _reading.value_bytes += array.nbytes
+            if _reading.value_bytes > MAX_FRAME_BYTES:
+                raise InvalidGroup(f"references to more than {MAX_FRAME_BYTES} bytes")
+        return array
+    if code == _VALUE:
+        return _read_reference(_reading.values, data)
+    if code == _BESIDE:
+        return _read_reference(_reading.beside, data)
+    raise InvalidGroup(f"an extension of type {code}; there are only 1 (an array), 2 (a tuple), 3 and 4 (references)")
+
+
+def _read_reference(known: Sequence[Any] | None, data: memoryview) -> Any:
+    if known is None:
+        raise InvalidGroup("a reference in a frame that has none, inside a value, or without what came beside it")
+    if len(data) != _INDEX.size:
+        raise InvalidGroup(f"a reference described by {len(data)} bytes")
+    (index,) = _INDEX.unpack(data)
+    if index >= len(known):
+        raise InvalidGroup(f"reference {index} of {len(known)}")
+    return known[index]
 
 
 def _read_array(data: memoryview) -> np.ndarray[Any, Any]:
@@ -454,6 +472,9 @@ def _read_array(data: memoryview) -> np.ndarray[Any, Any]:
 
 _group_decoder = Decoder(_Head, ext_hook=_read_extension)
 _value_decoder = Decoder(ext_hook=_read_extension)
+_raw_head_decoder = Decoder(_RawHead)
+_samples_decoder = Decoder(list[RolloutState], ext_hook=_read_extension)
+_values_decoder = Decoder(list[Any] | None, ext_hook=_read_extension)
 
 
 # --- records and accounts -----------------------------------------------------------------------------

@@ -8,6 +8,7 @@
     │   ├── InvalidConfig              settings that contradict each other, or that must deadlock
     │   ├── InvalidDataset             a data set that is empty, changed, or that cannot be drawn from
     │   │   └── InvalidRecord          a record of a data set that makes no prompt; has its index
+    │   ├── NameTaken                  a buffer of this name is there already
     │   ├── InvalidTrajectory          arrays that make no trajectory, or not one of the buffer's schema
     │   └── UnsupportedPayload         a value inside a sample that cannot be stored as plain data
     ├── CheckpointError                a file operation of a checkpoint failed; the earlier one is as it was
@@ -15,7 +16,13 @@
     │   └── UnreadableData             intact, but this installation cannot read it: a newer version, a missing package
     ├── StorageError                   the storage could not do it: disk full, I/O error, server gone
     │   ├── StorageInUse               another process has it open for writing
-    │   └── StorageUnavailable         the server cannot be reached, or went away
+    │   ├── StorageUnavailable         the server cannot be reached, or went away
+    │   │   ├── NoCluster              Ray is not running, or this process has not joined it
+    │   │   └── NoSuchBuffer           no buffer of this name is hosted in the cluster
+    │   ├── BufferLost                 the actor that hosted it died, and with it what it had in memory
+    │   ├── VersionMismatch            the other side runs another version of Forebay
+    │   └── TooManyWaits               more calls wait at one host than it has places for
+    ├── ReferenceLost                  a sample refers to a value that is gone: its owner died
     ├── EngineError                    an inference server answered wrongly, or not at all
     ├── ProduceError                   producing cannot go on; carries the last cause
     │   ├── TooManyFailures            so many groups in a row failed, without one success
@@ -36,6 +43,7 @@ from __future__ import annotations
 
 __all__ = [
     "BufferClosed",
+    "BufferLost",
     "CheckpointError",
     "CursorMoved",
     "DamagedData",
@@ -50,17 +58,23 @@ __all__ = [
     "InvalidRecord",
     "InvalidTrajectory",
     "LostLease",
+    "NameTaken",
+    "NoCluster",
     "NoRoom",
+    "NoSuchBuffer",
     "PolicyError",
     "ProduceError",
     "ProducerStopped",
+    "ReferenceLost",
     "StorageError",
     "StorageInUse",
     "StorageUnavailable",
     "TooManyFailures",
     "TooManyRejections",
+    "TooManyWaits",
     "UnreadableData",
     "UnsupportedPayload",
+    "VersionMismatch",
     "WaitTimeout",
     "WrongEventLoop",
 ]
@@ -102,6 +116,10 @@ class InvalidRecord(InvalidDataset):
         self.index = index
 
 
+class NameTaken(InvalidInput):
+    """A buffer of this name is hosted in the cluster already; `connect` to it, or choose another name."""
+
+
 class InvalidTrajectory(InvalidInput):
     """Arrays that make no trajectory, or one that differs from those before it; names the field."""
 
@@ -135,6 +153,37 @@ class StorageInUse(StorageError):
 
 class StorageUnavailable(StorageError):
     """The database server cannot be reached, or went away. Try again when it is back."""
+
+
+class NoCluster(StorageUnavailable):
+    """Ray is not installed, not running, or this process has not joined a cluster."""
+
+
+class NoSuchBuffer(StorageUnavailable):
+    """No buffer of this name is hosted in the cluster: it was never created, or was destroyed."""
+
+
+class BufferLost(StorageError):
+    """The actor that hosted a buffer in memory died, and its groups with it.
+
+    `lost`: groups by task that were in flight, buffered or leased then; `ledger()` books them as discarded.
+    """
+
+    def __init__(self, message: str, lost: dict[str, int]) -> None:
+        super().__init__(message)
+        self.lost = lost
+
+
+class VersionMismatch(StorageError):
+    """The host of a buffer and its client run different versions of Forebay; install the same one everywhere."""
+
+
+class TooManyWaits(StorageError):
+    """More calls wait at one host than it has places for; nothing was taken. Wait less, or create it with more."""
+
+
+class ReferenceLost(ForebayError):
+    """A sample refers to a value that cannot be had any more: its owner died, or no copy is left."""
 
 
 class EngineError(ForebayError):

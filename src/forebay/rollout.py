@@ -19,6 +19,7 @@ import msgspec
 from numpy import floating, integer, ndarray
 
 from forebay.errors import InvalidGroup
+from forebay.references import REFERENCE_BYTES, Resolved, is_reference
 
 __all__ = [
     "PROMPT_FIELDS",
@@ -283,10 +284,12 @@ def freeze_arrays(group: Sequence[RolloutState]) -> None:
 def group_bytes(group: Sequence[RolloutState]) -> int:
     """The size of a group: array buffers, 8 per list item or number, and text as UTF-8.
 
-    Prompt fields that members share (the same object) count once: the prompt is stored once for a group.
+    Prompt fields that members share (the same object) count once: the prompt is stored once for a group. So does the
+    value of a reference that was resolved; one that was not is small, whatever it refers to.
     """
     first = group[0]
     size = 0
+    counted: set[Resolved] = set()
     for index, state in enumerate(group):
         for column in (state.response_ids, state.logprobs, state.response_mask, state.tokens):
             if column is not None:
@@ -297,15 +300,15 @@ def group_bytes(group: Sequence[RolloutState]) -> int:
         reward = state.reward
         if reward is not None:
             flat = len(reward) == 1 and type(reward.get("score")) is float
-            size += _SCORE_BYTES if flat else _value_bytes(reward)
+            size += _SCORE_BYTES if flat else _value_bytes(reward, counted)
         for value in (state.input_ids, state.labels, state.tool_calls, state.routed_experts, state.error_msg):
             if value is not None:
-                size += _value_bytes(value)
+                size += _value_bytes(value, counted)
         if state.extra_fields:
-            size += _value_bytes(state.extra_fields)
+            size += _value_bytes(state.extra_fields, counted)
         if state is first:
             prompt = [getattr(state, name) for name in PROMPT_FIELDS]
-            size += sum([_value_bytes(value) for value in prompt if value is not None])
+            size += sum([_value_bytes(value, counted) for value in prompt if value is not None])
         elif not (
             state.message is first.message
             and state.prompt_ids is first.prompt_ids
@@ -317,9 +320,9 @@ def group_bytes(group: Sequence[RolloutState]) -> int:
         ):
             for name in PROMPT_FIELDS:
                 value = getattr(state, name)
-                counted = [getattr(other, name) for other in group[:index]]
-                if not any(value is other for other in counted):
-                    size += _value_bytes(value)
+                earlier = [getattr(other, name) for other in group[:index]]
+                if not any(value is other for other in earlier):
+                    size += _value_bytes(value, counted)
     return size
 
 
@@ -331,7 +334,7 @@ def _text_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def _value_bytes(value: Any) -> int:
+def _value_bytes(value: Any, counted: set[Resolved]) -> int:
     # A stack instead of recursion: user data may be nested deeper than Python recurses. Numbers and texts, which
     # are nearly everything, are counted in place.
     size = 0
@@ -359,8 +362,13 @@ def _value_bytes(value: Any) -> int:
                 stack.append(item)
             elif kind is bytes or kind is bytearray:
                 size += len(item)
+            elif kind is Resolved:
+                size += REFERENCE_BYTES
+                if item not in counted:
+                    counted.add(item)
+                    stack.append(item.value)
             elif item is not None:
-                size += int(getattr(item, "nbytes", 8))
+                size += REFERENCE_BYTES if is_reference(item) else int(getattr(item, "nbytes", 8))
     return size
 
 

@@ -5,6 +5,10 @@ saved as trained; later ones, and what is in flight, are saved as groups that ha
 streams from a snapshot of one moment while everything goes on: memory does not grow with the buffer, files are
 written in a thread, and the event loop is left free.
 
+A checkpoint holds the values of references, never references: each value once for a group, however many members share
+it. Resuming into a storage that keeps references puts each back once, owned by the process that resumes; groups that
+shared a value have one each afterwards. A group whose value is lost ends as failed, there and in the checkpoint.
+
 A checkpoint is read without being trusted: checksums are verified before anything changes, and what a record says of
 its group is computed again from the group.
 """
@@ -15,7 +19,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from os import PathLike
 from typing import Any
 
@@ -23,10 +27,11 @@ from msgspec.structs import asdict, replace
 
 from forebay.checkpoint import Checkpoint, CheckpointWriter, Manifest, open_checkpoint
 from forebay.codec import decode_account, decode_group, decode_record, encode_account, encode_group, encode_record
-from forebay.errors import DamagedData, InvalidInput
+from forebay.errors import DamagedData, InvalidInput, ReferenceLost
 from forebay.files import FileOps
 from forebay.ledger import Account, End, Place, rewound_watermark
 from forebay.record import Record, Row, describe
+from forebay.references import as_values, resolve_group
 from forebay.rollout import Group, RolloutState, Status, group_status, reset_response
 from forebay.storage.base import Storage
 from forebay.threads import in_thread, see_through
@@ -92,7 +97,8 @@ async def save_storage(
     """Write a checkpoint; the one that was there stays until the new one is complete.
 
     `extra` is asked for right before the snapshot, so that it tells of the same moment: a storage decides on its
-    content at once, and may then take a while. `prompts_only`: no responses.
+    content at once, and may then take a while. `prompts_only`: no responses. Values of references that are still being
+    made are waited for.
     """
     writer = await in_thread(lambda: CheckpointWriter(directory, files), undo=CheckpointWriter.abort)
     chunks = _Chunks(writer)
@@ -100,18 +106,29 @@ async def save_storage(
         content = dict(extra())
         snapshot = await storage.snapshot()
         accounts = dict(snapshot.accounts)
-        async with aclosing(snapshot.rows) as rows:
-            async for row in rows:
-                record, trained = as_saved(row, model_step)
-                if trained:
-                    accounts[row.record.task_name].end(End.TRAINED, trained * row.record.tokens, None, groups=trained)
-                if record is not None:
-                    group = row.group
+        lost: dict[int, str] = {}
+        with as_values():  # what is decoded here is only written again
+            async with aclosing(snapshot.rows) as rows:
+                async for row in rows:
+                    record, trained = as_saved(row, model_step)
+                    account = accounts[row.record.task_name]
+                    if trained:
+                        account.end(End.TRAINED, trained * row.record.tokens, None, groups=trained)
+                    if record is None:
+                        continue
+                    group = prompts_of(row.group) if prompts_only else row.group
+                    try:
+                        group = await resolve_group(group)
+                    except ReferenceLost as error:
+                        lost[record.uid] = str(error)
+                        account.end(End.FAILED, row.record.tokens, str(error))
+                        continue
                     if prompts_only:
-                        group = prompts_of(group)
                         record = replace(record, status=Status.INIT, tokens=0)
-                        accounts[record.task_name].reset_tokens += row.record.tokens
+                        account.reset_tokens += row.record.tokens
                     await chunks.add(encode_record(record), encode_group(group))
+        if lost:
+            await storage.fail(lost)
         await chunks.finish()
         if model_step is not None:
             for account in accounts.values():
@@ -200,8 +217,9 @@ async def resume_storage(storage: Storage, directory: str | PathLike[str], *, fi
                 "empty one"
             )
         accounts = {task_name: decode_account(data) for task_name, data in manifest.accounts.items()}
-        rows = _rows(checkpoint, accounts)
-        await storage.restore(accounts, manifest.next_uid, manifest.next_timestamp_id, rows)
+        with nullcontext() if storage.keeps_references else as_values():
+            rows = _rows(checkpoint, accounts)
+            await storage.restore(accounts, manifest.next_uid, manifest.next_timestamp_id, rows)
         log.info("checkpoint_resumed path=%s model_step=%s", directory, manifest.model_step)
         return manifest
     finally:

@@ -219,7 +219,7 @@ def refused_members(
             if everyone:
                 raise InvalidInput(error)
             group_reward(samples)
-            encode_group(samples)
+            encode_group(samples, [])  # references are no fault
             kept += samples
         except InvalidInput:
             prompt = next(state for state in issued if state.rollout_id == rollout_id)
