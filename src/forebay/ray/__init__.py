@@ -1,0 +1,11 @@
+"""The same buffers and agent loops on a Ray cluster, for more than one machine. Needs `forebay[ray]`.
+
+`RayReplayBuffer` is a ReplayBuffer that an actor hosts; `RayAgentLoop` runs an agent loop as a pool of actors. Samples
+may hold Ray's object references. See docs/guide/scaling.md.
+"""
+
+from forebay.ray.agent_loop import RayAgentLoop
+from forebay.ray.buffer import RayReplayBuffer
+from forebay.ray.storage import RayStorage
+
+__all__ = ["RayAgentLoop", "RayReplayBuffer", "RayStorage"]

@@ -1,0 +1,255 @@
+"""RayReplayBuffer: a ReplayBuffer whose groups an actor of the cluster hosts.
+
+    buffer = RayReplayBuffer.create("grpo", ReplayBufferConfig(max_groups=1024))   # once, anywhere
+    buffer = RayReplayBuffer.connect("grpo")                                       # in every other process
+    RayReplayBuffer.destroy("grpo")
+
+It is a `forebay.ReplayBuffer`: samplers, strategies, managers and `forebay.blocking` take it as it is. The actor is
+detached: it outlives the process that created it, until it is destroyed. In memory, groups are gone with it; on SQLite
+(on the node where it was created) or PostgreSQL it is restarted, and clients go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from forebay.buffer import ReplayBuffer
+from forebay.checks import whole_number
+from forebay.config import ReplayBufferConfig
+from forebay.errors import BufferLost, ForebayError, InvalidConfig, NameTaken, NoSuchBuffer, StorageUnavailable
+from forebay.policy import (
+    FIFOReplayPolicy,
+    FreshestReplayPolicy,
+    Order,
+    PriorityReplayPolicy,
+    ReplayPolicy,
+    StalenessReplayPolicy,
+)
+from forebay.ray import notes, wire
+from forebay.ray.actor import IN_MEMORY, NAMESPACE, SPARE_THREADS, BufferActor, actor_name
+from forebay.ray.link import Link, check_cluster, find_host
+from forebay.ray.operations import HostSpec
+from forebay.ray.shards import MAX_SHARDS, ShardedStorage, shard_url
+from forebay.ray.storage import RayStorage
+from forebay.storage.base import Settings, Storage
+
+__all__ = ["RayReplayBuffer"]
+
+log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_LEASE_S = 60.0
+_STOP_S = 10.0
+"""How long `destroy` waits for a host to close its storage: then it is ended all the same."""
+_DURABLE_THREADS = 16
+"""Operations at once on a durable storage: they share their syncs. In memory, one after the other is fastest."""
+
+_POLICIES: dict[str, type[ReplayPolicy]] = {
+    policy.__name__: policy
+    for policy in (FIFOReplayPolicy, StalenessReplayPolicy, FreshestReplayPolicy, PriorityReplayPolicy)
+}
+
+
+class HostedPolicy(ReplayPolicy):
+    """A policy of the user's own, as a client sees it: its function is with the host."""
+
+    def __init__(self, name: str, order: Order) -> None:
+        self.name = name
+        self.order = order
+
+    def __repr__(self) -> str:
+        return f"{self.name}()"
+
+
+class RayReplayBuffer(ReplayBuffer):
+    """A buffer in the cluster. Made by `create` and `connect`; it can be sent to other processes, which connect."""
+
+    def __init__(self, name: str, storage: Storage, policy: ReplayPolicy, settings: wire.BufferSettings) -> None:
+        super().__init__(
+            policy,
+            storage,
+            max_groups=settings.max_groups,
+            max_bytes=settings.max_bytes,
+            lease_s=settings.lease_s,
+            keep_trained=settings.keep_trained,
+        )
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<RayReplayBuffer {self.name!r}: {self.policy!r}, {len(self)} buffered groups>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayReplayBuffer.connect, (self.name,)
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        config: ReplayBufferConfig | None = None,
+        *,
+        policy: ReplayPolicy | None = None,
+        shards: int = 1,
+        wait_places: int = 64,
+        actor_options: Mapping[str, Any] | None = None,
+    ) -> RayReplayBuffer:
+        """Start a buffer of this name in the cluster, and connect to it. NameTaken if it is there already.
+
+        `policy` takes the place of the config's. `shards`: so many actors, each with its own tasks; capacity limits and
+        `keep_trained` need one. `wait_places`: how many calls may wait at each actor at once. `actor_options` are Ray's
+        (`num_cpus`, `resources`, `scheduling_strategy`, ...). Blocks until the actors have opened their storage.
+        """
+        config = ReplayBufferConfig() if config is None else config
+        if not isinstance(config, ReplayBufferConfig):
+            raise InvalidConfig(f"RayReplayBuffer.create got {config!r:.80}; expected a ReplayBufferConfig")
+        _check_name(name)
+        if whole_number("shards", shards, least=1) > MAX_SHARDS:
+            raise InvalidConfig(f"shards is {shards}; expected at most {MAX_SHARDS}")
+        whole_number("wait_places", wait_places, least=1)
+        bounded = config.max_groups is not None or config.max_bytes is not None or config.keep_trained
+        if shards > 1 and bounded:
+            raise InvalidConfig(
+                "max_groups, max_bytes and keep_trained count over all tasks, which several actors cannot do in one "
+                f"step; leave them out, or use one shard instead of {shards}"
+            )
+        check_cluster()
+        chosen = config.build().policy if policy is None else policy
+        if not isinstance(chosen, ReplayPolicy):
+            raise InvalidConfig(f"policy is {policy!r:.80}; expected a ReplayPolicy")
+        settings = wire.BufferSettings(
+            type(chosen).__name__,
+            chosen.order,
+            config.max_groups,
+            config.max_bytes,
+            config.keep_trained,
+            _LEASE_S if config.lease_s is None else config.lease_s,
+        )
+        started: list[Any] = []
+        try:
+            for shard in range(shards):
+                actor = _start(name, shard, shards, config, chosen, settings, wait_places, actor_options or {})
+                started.append(actor)
+            links = [Link.to(actor, name) for actor in started]
+            for shard, link in enumerate(links):
+                notes.write_actor(actor_name(name, shard), link.hello.incarnation)
+        except BaseException:
+            for actor in started:
+                ray.kill(actor)
+            raise
+        return cls._around(name, links)
+
+    @classmethod
+    def connect(cls, name: str) -> RayReplayBuffer:
+        """The buffer of this name. NoSuchBuffer, or BufferLost if its actor died with what it had in memory."""
+        _check_name(name)
+        first = Link.to(find_host(name), name)
+        others = [Link.to(find_host(name, shard), name) for shard in range(1, first.hello.shards)]
+        return cls._around(name, [first, *others])
+
+    @classmethod
+    def destroy(cls, name: str) -> None:
+        """End the buffer of this name: its actors, and what they had in memory. What is on disk stays.
+
+        NoSuchBuffer if there is none; a buffer that was lost is forgotten.
+        """
+        _check_name(name)
+        try:
+            first = find_host(name)
+        except BufferLost:
+            notes.forget_notes(name)
+            return
+        try:
+            shards = Link.to(first, name, timeout_s=_STOP_S).hello.shards
+        except ForebayError:  # of another version, or it cannot open its storage: it goes all the same
+            shards = MAX_SHARDS
+        for shard in range(shards):
+            try:
+                actor = find_host(name, shard)
+            except (NoSuchBuffer, BufferLost):
+                notes.forget_notes(actor_name(name, shard))
+                continue
+            try:
+                ray.get(actor.stop.remote(), timeout=_STOP_S)
+            except exceptions.RayError as error:
+                log.warning("host_not_stopped buffer=%s shard=%d %s", name, shard, error)
+            notes.forget_notes(actor_name(name, shard))
+            ray.kill(actor)
+
+    @classmethod
+    def _around(cls, name: str, links: list[Link]) -> RayReplayBuffer:
+        settings = links[0].hello.settings
+        if settings is None:
+            raise InvalidConfig(f"the actor {name!r} hosts a storage without a buffer; use RayStorage on it")
+        storages = [RayStorage(link) for link in links]
+        known = _POLICIES.get(settings.policy)
+        policy = HostedPolicy(settings.policy, settings.order) if known is None else known()
+        return cls(name, storages[0] if len(storages) == 1 else ShardedStorage(storages), policy, settings)
+
+
+def _check_name(name: str) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidConfig(
+            f"a buffer is named {name!r:.80}; expected up to 100 letters, digits, '_', '.' and '-', the first "
+            "one no '.' or '-'"
+        )
+
+
+def _start(
+    name: str,
+    shard: int,
+    shards: int,
+    config: ReplayBufferConfig,
+    policy: ReplayPolicy,
+    settings: wire.BufferSettings,
+    wait_places: int,
+    actor_options: Mapping[str, Any],
+) -> Any:
+    durable = config.storage not in IN_MEMORY
+    options: dict[str, Any] = {
+        "num_cpus": 0,
+        # What is in memory does not come back with the actor: nobody may take an empty buffer for the lost one.
+        "max_restarts": -1 if durable else 0,
+        "max_task_retries": -1,  # a call that comes again is done once
+        "concurrency_groups": {
+            "operations": _DURABLE_THREADS if durable else 1,
+            "waits": wait_places + SPARE_THREADS,
+            "signs": 2,
+        },
+    }
+    if config.storage.startswith("sqlite"):
+        # The file is on this node's disk: an actor that came up elsewhere would find nothing.
+        node_id = ray.get_runtime_context().get_node_id()
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    options |= actor_options
+    options |= {"name": actor_name(name, shard), "namespace": NAMESPACE, "lifetime": "detached"}
+    spec = HostSpec(
+        name=name,
+        settings=Settings(
+            order=policy.order,
+            choose=policy.choose,
+            max_groups=config.max_groups,
+            max_bytes=config.max_bytes,
+            keep_trained=config.keep_trained,
+        ),
+        lease_s=settings.lease_s,
+        wait_places=wait_places,
+        shard=shard,
+    )
+    try:
+        declare: Any = ray.remote  # its types do not know all that it takes
+        remote = declare(concurrency_groups=options.pop("concurrency_groups"))(BufferActor)
+        return remote.options(**options).remote(spec, shard_url(config.storage, shard), shards, settings)
+    except ValueError as error:
+        if "already" in str(error) and "name" in str(error):
+            raise NameTaken(
+                f"a buffer {name!r} is in this cluster already; connect to it, destroy it, or choose another name"
+            ) from error
+        raise InvalidConfig(f"Ray refuses these actor_options: {error}") from error
+    except exceptions.RayError as error:
+        raise StorageUnavailable(f"the actor of buffer {name!r} could not be started: {error}") from error

@@ -1,0 +1,271 @@
+"""One client's calls to one host: numbered, awaited, and their errors as ours.
+
+A call that changes something has a number, so that the host does it once however often Ray sends it. What goes wrong
+between here and there is a typed error: no cluster, no such buffer, another version, a host that is restarting
+(Ray sends the call again by itself), a host that is gone, with the number of groups that went with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import uuid
+from typing import Any
+
+import msgspec
+import ray
+from ray import exceptions
+
+import forebay
+from forebay.errors import BufferLost, ForebayError, NoCluster, NoSuchBuffer, StorageUnavailable, VersionMismatch
+from forebay.errors import StorageError as HostError
+from forebay.ray import notes, wire
+from forebay.ray.actor import NAMESPACE, actor_name
+from forebay.ray.wire import Answer, Hello, Message, PackedFrames, Parcel
+
+__all__ = ["Link", "Reply", "check_cluster", "find_host"]
+
+log = logging.getLogger(__name__)
+
+_NO_FRAMES = Parcel()
+_LOOK_S = 5.0
+"""How often a call that is not answered looks whether this process is still in the cluster: Ray would not say."""
+
+
+def check_cluster() -> None:
+    """NoCluster unless this process has joined a cluster."""
+    if not ray.is_initialized():
+        raise NoCluster(
+            "this process has not joined a Ray cluster; call ray.init(address=...) first, or ray.init() for a local one"
+        )
+
+
+def find_host(name: str, shard: int = 0) -> Any:
+    """The actor that hosts a shard of a buffer; NoSuchBuffer, or BufferLost if it died with what it had."""
+    check_cluster()
+    try:
+        return ray.get_actor(actor_name(name, shard), namespace=NAMESPACE)
+    except ValueError:
+        actor_id = notes.last_actor(actor_name(name, shard))
+        note = None if actor_id is None else notes.read_note(actor_id)
+        if note is not None:
+            raise lost(name, note, "its actor is gone") from None
+        raise NoSuchBuffer(
+            f"no buffer {name!r} in the namespace {NAMESPACE!r} of this cluster; create it first, or check the name"
+        ) from None
+
+
+def lost(name: str, note: notes.Note, why: str) -> BufferLost:
+    """The error that says how many groups went with a host."""
+    groups = note.lost()
+    counted = ", ".join(f"{task_name}: {count}" for task_name, count in groups.items())
+    return BufferLost(
+        f"the buffer {name!r} was hosted in memory and is lost ({why}): {sum(groups.values())} groups went with it"
+        f"{f' ({counted})' if counted else ''}; create it again and resume from the last checkpoint, or create it on "
+        "sqlite:///... or postgresql://..., which outlive their actor",
+        groups,
+    )
+
+
+class Reply:
+    """What a host answered."""
+
+    def __init__(self, answer: Answer, frames: PackedFrames, size: int) -> None:
+        self.answer = answer
+        self.frames = frames
+        self.size = size
+
+    def read(self, kind: Any) -> Any:
+        return wire.decoded(self.answer.body, kind)
+
+
+class Link:
+    """Calls one host. Use it from any thread or event loop."""
+
+    def __init__(self, actor: Any, hello: Hello) -> None:
+        self._actor = actor
+        self.hello = hello
+        self.client = f"{os.getpid()}-{uuid.uuid4().hex}"
+        self._worker = ray.get_runtime_context().get_worker_id()
+        self._guard = threading.Lock()
+        self._last = 0
+        self._stand: wire.Stand | None = None
+        self._open: set[int] = set()  # numbers of calls whose answer was not seen yet
+
+    @classmethod
+    def to(cls, actor: Any, name: str, *, timeout_s: float | None = None) -> Link:
+        """A link to a host of the same version, once its storage is open. Blocks for that."""
+        try:
+            head, _, _ = ray.get(actor.hello.remote(), timeout=timeout_s)
+        except exceptions.RayActorError as error:
+            note = notes.read_note(actor._actor_id.hex())
+            if note is not None:
+                raise lost(name, note, _short(error)) from error
+            raise StorageUnavailable(f"the host of buffer {name!r} does not answer: {_short(error)}") from error
+        except exceptions.RayError as error:
+            raise StorageUnavailable(f"the host of buffer {name!r} does not answer: {_short(error)}") from error
+        answer: Answer = wire.decoded(head, Answer)
+        if answer.failure is not None:
+            raise wire.error_of(answer.failure)
+        other: wire.Version = wire.decoded(answer.body, wire.Version)  # all else may look different there
+        if (other.protocol, other.version) != (wire.PROTOCOL, forebay.__version__):
+            raise VersionMismatch(
+                f"the buffer {name!r} is hosted by Forebay {other.version} (protocol {other.protocol}); here is "
+                f"{forebay.__version__} (protocol {wire.PROTOCOL}): install one version on all nodes"
+            )
+        return cls(actor, wire.decoded(answer.body, Hello))
+
+    # --- calls ----------------------------------------------------------------------------------------
+
+    def begin(
+        self, op: str, body: Any, *, changing: bool, parcel: Parcel = _NO_FRAMES, objects: list[Any] | None = None
+    ) -> tuple[int, asyncio.Future[Message]]:
+        """Send a call; its number, and a future of its answer for `finish`."""
+        sequence = 0
+        with self._guard:
+            if changing:
+                self._last = sequence = self._last + 1
+                self._open.add(sequence)
+            confirmed = self._confirmed()
+        try:
+            head = wire.encoded(wire.Request(op, self.client, sequence, confirmed, msgspec.Raw(wire.encoded(body))))
+            payload = parcel.payload(arrays=False)
+            carried = parcel.objects if objects is None else objects
+            return sequence, self._future(self._actor.call, head, payload, carried)
+        except BaseException:
+            self.seen(sequence)  # it was never sent
+            raise
+
+    def _future(self, method: Any, *args: Any) -> asyncio.Future[Any]:
+        check_cluster()  # a call from outside of a cluster would have Ray start one
+        try:
+            future = asyncio.wrap_future(method.remote(*args).future())
+            future.add_done_callback(_look_at)  # somebody may have left it behind
+            return future
+        except exceptions.RayError as error:
+            failed = asyncio.get_running_loop().create_future()
+            failed.set_exception(error)
+            return failed
+        except Exception as error:
+            # Ray was shut down in this process: what it raises then has no type of its own.
+            self._check_worker()
+            raise StorageUnavailable(f"Ray cannot send this call: {error}") from error
+
+    def _check_worker(self) -> None:
+        check_cluster()
+        if ray.get_runtime_context().get_worker_id() != self._worker:
+            raise StorageUnavailable(
+                f"this process has left the cluster since it connected to buffer {self.hello.name!r}, and joined one "
+                "anew; connect to the buffer again"
+            )
+
+    async def answered(self, future: asyncio.Future[Any]) -> None:
+        """Until a future is done, which is left alone if this is cancelled; an error if it never will be."""
+        while not future.done():
+            await asyncio.wait((future,), timeout=_LOOK_S)
+            if not future.done():
+                self._check_worker()
+
+    def _confirmed(self) -> int:
+        return min(self._open, default=self._last + 1) - 1
+
+    def seen(self, sequence: int) -> None:
+        """The answer of a call was seen, or nobody waits for it any more."""
+        with self._guard:
+            self._open.discard(sequence)
+
+    async def call(self, op: str, body: Any, *, objects: list[Any] | None = None) -> Reply:
+        """Send a call that changes nothing, and wait for its answer."""
+        _, future = self.begin(op, body, changing=False, objects=objects)
+        return await self.finish(future)
+
+    async def finish(self, future: asyncio.Future[Message]) -> Reply:
+        """The answer of a call, or the error that it is."""
+        try:
+            await self.answered(future)
+            head, payload, objects = future.result()
+        except exceptions.RayError as error:
+            raise await self.translated(error) from error
+        answer: Answer = wire.decoded(head, Answer)
+        stand = answer.stand
+        if stand is not None and (self._stand is None or stand.version > self._stand.version):
+            self._stand = stand
+        return Reply(answer, PackedFrames(payload, objects), len(payload))
+
+    async def wait(self, body: Any) -> Answer:
+        """One long call, at the places for waits. Cancelled, it gives its place back."""
+        head = wire.encoded(wire.Request("wait", self.client, 0, 0, msgspec.Raw(wire.encoded(body))))
+        future = self._future(self._actor.wait, head)
+        try:
+            await self.answered(future)
+            answer: Answer = wire.decoded(future.result(), Answer)
+        except asyncio.CancelledError:
+            future.cancel()
+            if ray.is_initialized():
+                self._actor.leave_wait.remote(body[0])
+            raise
+        except exceptions.RayError as error:
+            raise await self.translated(error) from error
+        if answer.failure is not None:
+            raise wire.error_of(answer.failure)
+        return answer
+
+    def beat(self, owner: str, timeout_s: float) -> None:
+        """A sign of life. Blocks for its answer."""
+        check_cluster()
+        with self._guard:
+            confirmed = self._confirmed()
+        ray.get(self._actor.beat.remote(owner, self.client, confirmed), timeout=timeout_s)
+
+    def confirm(self) -> None:
+        """Tell the host which answers it may forget, without waiting."""
+        check_cluster()
+        with self._guard:
+            confirmed = self._confirmed()
+        self._actor.confirm.remote(self.client, confirmed)
+
+    # --- errors ---------------------------------------------------------------------------------------
+
+    async def translated(self, error: exceptions.RayError) -> ForebayError:
+        """What an error of Ray means here."""
+        name = self.hello.name
+        if isinstance(error, exceptions.RayTaskError):
+            return HostError(f"the host of buffer {name!r} failed: {_short(error)}")
+        if isinstance(error, exceptions.ActorUnavailableError):
+            return StorageUnavailable(
+                f"the host of buffer {name!r} cannot be reached just now ({_short(error)}); try again"
+            )
+        if isinstance(error, (exceptions.RayActorError, exceptions.ActorUnschedulableError)):
+            note = await self.note()
+            if note is not None:
+                return lost(name, note, _short(error))
+            if self.hello.durable:
+                return StorageUnavailable(
+                    f"the host of buffer {name!r} is gone and does not come back ({_short(error)}); what it stored is "
+                    "in its storage: create the buffer again on it"
+                )
+            return NoSuchBuffer(f"the buffer {name!r} was destroyed ({_short(error)})")
+        return StorageUnavailable(f"the call to the host of buffer {name!r} failed: {_short(error)}")
+
+    async def note(self) -> notes.Note | None:
+        """How the ledger stood when the host was lost; None if it keeps it itself, or was destroyed."""
+        if self.hello.durable:
+            return None
+        try:
+            note = await asyncio.to_thread(notes.read_note, self.hello.incarnation)
+            return None if note is None else note.with_stand(self._stand)
+        except Exception as error:  # of a cluster that is gone, which has no type of its own
+            log.warning("note_unreadable buffer=%s %s", self.hello.name, error)
+            return None
+
+
+def _look_at(future: asyncio.Future[Any]) -> None:
+    if not future.cancelled():
+        future.exception()
+
+
+def _short(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"

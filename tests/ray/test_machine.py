@@ -1,0 +1,36 @@
+"""Random histories through an actor, against a plain model: in memory, on SQLite, over several actors."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from forebay import FIFOReplayPolicy, ReplayPolicy, StalenessReplayPolicy, Storage
+from forebay.testing.machine import machine_for
+from tests.ray.conftest import LocalCluster
+from tests.ray.hosts import Hosts
+
+RUNS = settings(max_examples=8, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+
+_memory, _sqlite = Hosts("memory"), Hosts("sqlite")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _hosts(cluster: LocalCluster) -> Iterator[None]:
+    yield
+    _memory.end()
+    _sqlite.end()
+
+
+def _case(make_storage: Callable[[], Storage], policy: ReplayPolicy) -> type[unittest.TestCase]:
+    case: type[unittest.TestCase] = machine_for(make_storage, policy).TestCase
+    case.settings = RUNS  # type: ignore[attr-defined]
+    return case
+
+
+TestMemoryInOrderOfArrival = _case(_memory.storage, FIFOReplayPolicy())
+TestMemoryOldestFirst = _case(_memory.storage, StalenessReplayPolicy())
+TestSQLiteOldestFirst = _case(_sqlite.storage, StalenessReplayPolicy())
