@@ -34,6 +34,12 @@ def test_importing_forebay_loads_no_optional_or_heavy_package() -> None:
     assert loaded & _OPTIONAL == set()
 
 
+def test_without_ray_its_part_says_what_to_install() -> None:
+    program = "import sys; sys.modules['ray'] = None; import forebay.ray"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert "ModuleNotFoundError: forebay.ray needs Ray: pip install 'forebay[ray]'" in done.stderr
+
+
 def test_every_exported_name_exists() -> None:
     assert [name for name in forebay.__all__ if not hasattr(forebay, name)] == []
 
@@ -75,7 +81,7 @@ def test_the_walk_over_the_modules_finds_them() -> None:
 
 @pytest.mark.parametrize("name", _MODULES)
 def test_every_module_imports_and_its_examples_hold(name: str) -> None:
-    needed = _NEEDS.get(name)
+    needed = "ray" if name.startswith("forebay.ray") else _NEEDS.get(name)
     if needed is not None and importlib.util.find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
     module = importlib.import_module(name)

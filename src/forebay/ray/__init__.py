@@ -4,6 +4,11 @@
 may hold Ray's object references. See docs/guide/scaling.md.
 """
 
+try:
+    import ray as _ray  # noqa: F401
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError("forebay.ray needs Ray: pip install 'forebay[ray]'", name="ray") from missing
+
 from forebay.ray.agent_loop import RayAgentLoop
 from forebay.ray.buffer import RayReplayBuffer
 from forebay.ray.storage import RayStorage

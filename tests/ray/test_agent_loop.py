@@ -1,0 +1,798 @@
+"""A pool of actors keeps the contract of an agent loop, as a plain loop does, and whatever becomes of the actors."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import gc
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from forebay import (
+    AgentLoop,
+    AsyncProduceStrategy,
+    EngineError,
+    InvalidConfig,
+    InvalidInput,
+    NoProgress,
+    ReplayBuffer,
+    RolloutState,
+    Sampler,
+    Status,
+    Timeouts,
+    UnsupportedPayload,
+    WrongEventLoop,
+)
+from forebay.ray.agent_loop import RayAgentLoop
+from forebay.ray.loop_pool import Phase
+from forebay.testing.simulate.driver import check_nothing_lost
+from tests.ray.conftest import LocalCluster
+from tests.ray.loops import AheadOfTraining, Crashing, Raising, Scripted, group_of, make_raising
+from tests.support import closed_ledger
+
+SMALL: dict[str, Any] = {"num_cpus": 0.1}
+PATIENCE_S = 60.0
+
+
+def statuses(group: list[RolloutState]) -> list[Status]:
+    return [state.status for state in group]
+
+
+def tokens(group: list[RolloutState]) -> list[list[float] | None]:
+    return [None if state.response_ids is None else list(state.response_ids) for state in group]
+
+
+async def ask(loop: AgentLoop, method: str, *args: Any) -> Any:
+    """Call a method of a plain loop, or of a pool's only one."""
+    if isinstance(loop, RayAgentLoop):
+        (answer,) = await loop.call_all(method, *args)
+        return answer
+    result = getattr(loop, method)(*args)
+    return await result if asyncio.iscoroutine(result) else result
+
+
+async def begin(loop: AgentLoop, group: list[RolloutState], **options: Any) -> asyncio.Task[list[RolloutState]]:
+    """Have a group under way, all members begun."""
+    before = await ask(loop, "begun", 0)
+    running = asyncio.create_task(loop.generate_group(group, **options))
+    await ask(loop, "begun", before + len(group))
+    return running
+
+
+def pool_of(actors: int = 1, make_loop: Callable[[], AgentLoop] = Scripted, **options: Any) -> RayAgentLoop:
+    return RayAgentLoop(make_loop, actors=actors, **({"actor_options": SMALL} | options))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what happens elsewhere."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110  no event tells of it
+            await asyncio.sleep(0.01)
+
+
+async def until_up(loop: RayAgentLoop) -> None:
+    await until(lambda: all(slot.phase is Phase.UP for slot in loop._pool.slots))
+
+
+async def under_way(loop: RayAgentLoop, groups: int, do: str = "hang") -> list[asyncio.Task[list[RolloutState]]]:
+    """So many groups of two, all of them begun, spread over the actors."""
+    running = [asyncio.create_task(loop.generate_group(group_of(2, do, group_id=number))) for number in range(groups)]
+    await until(lambda: sum(loop.loads()) == groups)
+    loads = loop.loads()
+    assert max(loads) - min(loads) <= 1
+    await loop.call_all("begun", 2 * min(loads))
+    return running
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: LocalCluster) -> Iterator[RayAgentLoop]:
+    """One pool of one actor for many tests, each on an event loop of its own."""
+    loop = pool_of(cancel_timeout_s=PATIENCE_S)
+    yield loop
+    asyncio.run(loop.close())
+
+
+@pytest.fixture(params=["plain", "pool"])
+async def either(request: pytest.FixtureRequest) -> AsyncIterator[AgentLoop]:
+    """The same checks for a loop in this process and for one in an actor."""
+    if request.param == "plain":
+        yield Scripted()
+        return
+    loop: RayAgentLoop = request.getfixturevalue("shared")
+    await loop.call_all("reset")
+    yield loop
+    await loop.resume()
+    assert loop.loads() == [0]
+
+
+# --- the contract, here and there -------------------------------------------------------------------------
+
+
+async def test_every_member_comes_back_in_its_order_and_the_list_is_the_same(either: AgentLoop) -> None:
+    group = group_of(4)
+    returned = await either.generate_group(group)
+    assert returned is group
+    assert statuses(group) == [Status.COMPLETED] * 4
+    assert [(state.group_id, state.rollout_id, state.attempt, state.num_tries) for state in group] == [
+        (7, 70 + index, 2, 1) for index in range(4)
+    ]
+    assert tokens(group) == [[0, 0, 0]] * 4
+    assert isinstance(group[0].response_ids, np.ndarray)
+    assert group[0].response_ids.dtype == np.int32
+
+
+async def test_completed_members_are_the_same_objects_and_not_generated_again(either: AgentLoop) -> None:
+    group = group_of(3)
+    group[1].status, group[1].response_ids = Status.COMPLETED, [5]
+    done = group[1]
+    before = await ask(either, "begun", 0)
+    await either.generate_group(group)
+    assert group[1] is done
+    assert tokens(group) == [[0, 0, 0], [5], [0, 0, 0]]
+    assert await ask(either, "begun", 0) == before + 2
+    assert await either.generate_group(group) == group
+    assert await ask(either, "begun", 0) == before + 2
+
+
+async def test_one_that_raises_is_failed_and_its_siblings_finish(either: AgentLoop) -> None:
+    group = [*group_of(2), *group_of(3, "raise")[2:]]
+    await either.generate_group(group)
+    assert statuses(group) == [Status.COMPLETED, Status.COMPLETED, Status.FAILED]
+    assert group[2].error_msg == "ValueError: no such tool"
+
+
+async def test_an_exception_that_cannot_be_sent_fails_its_member(either: AgentLoop) -> None:
+    group = await either.generate_group(group_of(2, "unspeakable"))
+    assert statuses(group) == [Status.FAILED] * 2
+    assert group[0].error_msg == "Unspeakable: unspeakable"
+
+
+async def test_a_rollout_may_have_several_segments(either: AgentLoop) -> None:
+    group = await either.generate_group(group_of(2, "segments"))
+    assert [(state.rollout_id, state.segment) for state in group] == [(70, 0), (70, 1), (71, 0), (71, 1)]
+
+
+async def test_a_continued_member_keeps_its_tokens_and_versions_in_front(either: AgentLoop) -> None:
+    group = group_of(2, response_ids=[4, 5], version_spans=((3, 2),))
+    await either.generate_group(group, enable_partial_rollout=True)
+    assert tokens(group) == [[4, 5, 0, 0, 0]] * 2
+    assert group[0].version_spans == ((3, 2),)
+
+
+async def test_members_have_prompts_of_their_own_to_change(either: AgentLoop) -> None:
+    """Members share their prompt in a frame: changing one must not change its siblings."""
+    message = [{"role": "user", "content": "?"}]
+    group = group_of(2, "change")
+    for state in group:
+        state.message = [dict(message[0])]
+    await either.generate_group(group)
+    assert [state.message[0]["content"] for state in group] == ["?!", "?!"]
+
+
+async def test_while_paused_everything_comes_back_at_once_and_untouched(either: AgentLoop) -> None:
+    await either.pause()
+    await either.pause()
+    assert either.paused
+    group = group_of(3, "hang", error_msg="earlier")
+    group[0].status = Status.COMPLETED
+    group[1].response_ids = [3]
+    assert statuses(await either.generate_group(group)) == [Status.COMPLETED, Status.ABORTED, Status.ABORTED]
+    assert tokens(group) == [None, [3], None]
+    assert group[1].error_msg == "earlier"
+    await either.resume()
+    await either.resume()
+    assert not either.paused
+    assert statuses(await either.generate_group(group_of())) == [Status.COMPLETED] * 2
+
+
+async def test_a_pause_ends_what_is_under_way_with_the_tokens_it_has(either: AgentLoop) -> None:
+    running = await begin(either, group_of(3, "hang"))
+    await either.pause()
+    group = await running
+    assert statuses(group) == [Status.ABORTED] * 3
+    assert tokens(group) == [[0, 0]] * 3
+
+
+async def test_a_cancel_leaves_what_there_is_in_the_list(either: AgentLoop) -> None:
+    group = [*group_of(2, "hang"), *group_of(3, "answer")[2:]]
+    running = await begin(either, group)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert statuses(group) == [Status.INIT, Status.INIT, Status.COMPLETED]
+    assert tokens(group) == [[0, 0], [0, 0], [0, 0, 0]]
+
+
+async def test_a_timeout_is_a_cancel(either: AgentLoop) -> None:
+    group = group_of(1, "hang")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.3):
+            await either.generate_group(group)
+    assert statuses(group) == [Status.INIT]
+
+
+async def test_one_sample_alone_is_answered(either: AgentLoop) -> None:
+    (state,) = group_of(1)
+    answered = await either.generate(state, enable_partial_rollout=False)
+    (answer,) = [answered] if isinstance(answered, RolloutState) else answered
+    assert (answer.rollout_id, answer.status) == (70, Status.COMPLETED)
+
+
+async def test_samples_may_hold_references(either: AgentLoop, cluster: LocalCluster) -> None:
+    image = ray.put(np.arange(5))
+    group = group_of(2, mm_info={"pixels": image})
+    await either.generate_group(group)
+    assert [state.mm_info for state in group] == [{"pixels": image}] * 2
+
+
+@pytest.mark.parametrize("where", ["plain", "pool"])
+async def test_a_loop_that_raises_leaves_the_members_that_it_had_answered(cluster: LocalCluster, where: str) -> None:
+    loop = Raising() if where == "plain" else pool_of(make_loop=Raising)
+    group = group_of(2)
+    with pytest.raises(RuntimeError if where == "plain" else EngineError, match="the engine is down") as raised:
+        await loop.generate_group(group)
+    assert statuses(group) == [Status.COMPLETED, Status.INIT]
+    if where == "pool":
+        assert str(raised.value) == "the agent loop of an actor raised RuntimeError: the engine is down"
+        (note,) = raised.value.__notes__
+        assert "loops.py" in note
+    group = group_of(2, "cancelled")
+    running = asyncio.create_task(loop.generate_group(group))
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert statuses(group) == [Status.COMPLETED, Status.INIT]
+    if isinstance(loop, RayAgentLoop):
+        assert await loop.generate_group(group_of(2, "nothing")) == []
+        returned = await loop.generate_group(group_of(2, "foreign"))
+        assert [state.rollout_id for state in returned] == [70]
+        await loop.close()
+
+
+async def test_a_member_that_cannot_be_sent_back_costs_none_of_its_siblings(shared: RayAgentLoop) -> None:
+    for do in ("unsendable", "unequal"):
+        group = [*group_of(2), *group_of(3, do)[2:]]
+        await shared.generate_group(group)
+        assert statuses(group) == [Status.COMPLETED, Status.COMPLETED, Status.FAILED]
+        assert "what the agent loop returned cannot be sent" in (group[2].error_msg or "")
+
+
+async def test_a_group_that_cannot_be_sent_is_an_error_and_takes_no_place(shared: RayAgentLoop) -> None:
+    group = group_of(1)
+    group[0].extra_fields["object"] = object()
+    with pytest.raises(UnsupportedPayload, match="object"):
+        await shared.generate_group(group)
+    assert shared.loads() == [0]
+
+
+# --- which actor ------------------------------------------------------------------------------------------
+
+
+async def test_groups_go_to_the_least_loaded_actor_and_take_turns(cluster: LocalCluster) -> None:
+    async with pool_of(3) as loop:
+        for _ in range(6):
+            await loop.generate_group(group_of(1))
+        assert await loop.call_all("begun", 0) == [2, 2, 2]
+        running = [asyncio.create_task(loop.generate_group(group_of(1, "hang"))) for _ in range(4)]
+        await until(lambda: sum(loop.loads()) == 4)
+        assert sorted(loop.loads()) == [1, 1, 2]
+        busiest = loop.loads().index(2)
+        for _ in range(4):
+            await loop.generate_group(group_of(1))
+        begun = await loop.call_all("begun", 0)
+        assert [begun[index] - 2 - loop.loads()[index] for index in range(3) if index != busiest] == [2, 2]
+        await loop.pause()
+        await asyncio.gather(*running)
+        assert loop.loads() == [0, 0, 0]
+
+
+async def test_groups_beyond_the_limit_wait_for_a_place_first_come_first_served(cluster: LocalCluster) -> None:
+    async with pool_of(1, max_groups_per_actor=1) as loop:
+        ended: list[int] = []
+
+        async def generate(number: int) -> None:
+            await loop.generate_group(group_of(1, "wait", group_id=number))
+            ended.append(number)
+
+        running = [asyncio.create_task(generate(number)) for number in range(5)]
+        await until(lambda: loop.loads() == [1])
+        running.pop(2).cancel()  # one that waits leaves no gap
+        await asyncio.sleep(0.1)
+        assert loop.loads() == [1]
+        await loop.call_all("release")
+        await asyncio.gather(*running)
+        assert ended == [0, 1, 3, 4]
+
+
+async def test_actors_that_have_no_room_yet_are_waited_for(cluster: LocalCluster, doomed_node: Any) -> None:
+    """A cluster may grow: here the second actor fits only when the first is gone."""
+    options = {"resources": {"doomed": 60}, "num_cpus": 0}
+    first = pool_of(1, actor_options=options)
+    await first.start()
+    second = pool_of(1, actor_options=options)
+    waiting = asyncio.create_task(second.generate_group(group_of()))
+    done, _ = await asyncio.wait((waiting,), timeout=1)
+    assert not done
+    await first.close()
+    assert statuses(await asyncio.wait_for(waiting, PATIENCE_S)) == [Status.COMPLETED] * 2
+    await second.close()
+
+
+async def test_groups_that_wait_for_a_place_come_back_at_once_in_a_pause(cluster: LocalCluster) -> None:
+    async with pool_of(1, max_groups_per_actor=1) as loop:
+        running = await begin(loop, group_of(1, "hang"))
+        waiting = asyncio.create_task(loop.generate_group(group_of(2, "hang")))
+        await asyncio.sleep(0)
+        await loop.pause()
+        assert statuses(await waiting) == [Status.ABORTED] * 2
+        assert statuses(await running) == [Status.ABORTED]
+        assert await loop.call_all("begun", 0) == [1]
+
+
+# --- actors that die --------------------------------------------------------------------------------------
+
+
+async def test_g03_the_groups_of_an_actor_that_is_killed_come_back_as_they_were_given(cluster: LocalCluster) -> None:
+    async with pool_of(2) as loop:
+        running = await under_way(loop, 4)
+        pids = await loop.call_all("pid")
+        given = group_of(2, "hang", group_id=9, response_ids=[1, 2])
+        given[0].status = Status.COMPLETED
+        done = given[0]
+        fifth = asyncio.create_task(loop.generate_group(given))
+        await until(lambda: sum(loop.loads()) == 5)
+        victim = loop.loads().index(3)
+        os.kill(pids[victim], signal.SIGKILL)
+        back = await asyncio.wait_for(fifth, PATIENCE_S)
+        assert back[0] is done
+        assert statuses(back) == [Status.COMPLETED, Status.ABORTED]
+        assert tokens(back) == [[1, 2], [1, 2]]
+        assert "its actor died" in (back[1].error_msg or "")
+        await until(lambda: sum(task.done() for task in running) == 2)
+        lost = [task.result() for task in running if task.done()]
+        assert [statuses(group) for group in lost] == [[Status.ABORTED] * 2] * 2
+        assert [tokens(group) for group in lost] == [[None, None]] * 2
+        # The other one works on, and takes what comes meanwhile; later there are two again.
+        assert loop.loads()[1 - victim] == 2
+        assert statuses(await loop.generate_group(group_of())) == [Status.COMPLETED] * 2
+        await until_up(loop)
+        assert (await loop.call_all("pid"))[victim] != pids[victim]
+        await loop.pause()
+        stopped = [group for group in await asyncio.gather(*running) if group not in lost]
+        assert [tokens(group) for group in stopped] == [[[0, 0]] * 2] * 2
+
+
+async def test_an_idle_actor_that_dies_costs_no_group(cluster: LocalCluster) -> None:
+    async with pool_of(2) as loop:
+        pids = await loop.call_all("pid")
+        os.kill(pids[0], signal.SIGKILL)
+        await until(lambda: loop._pool.slots[0].phase is not Phase.UP)
+        for _ in range(3):
+            assert statuses(await loop.generate_group(group_of())) == [Status.COMPLETED] * 2
+
+
+async def test_an_actor_that_is_restarted_in_a_pause_comes_up_paused(cluster: LocalCluster) -> None:
+    async with pool_of(1) as loop:
+        (pid,) = await loop.call_all("pid")
+        await loop.pause()
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: loop._pool.slots[0].phase is not Phase.UP)
+        assert statuses(await loop.generate_group(group_of())) == [Status.ABORTED] * 2
+        await until_up(loop)
+        assert await loop.call_all("is_paused") == [True]
+        await loop.resume()
+        assert await loop.call_all("is_paused") == [False]
+        assert statuses(await loop.generate_group(group_of())) == [Status.COMPLETED] * 2
+
+
+async def test_a_word_that_was_said_while_an_actor_was_down_is_told_when_it_is_up(cluster: LocalCluster) -> None:
+    async with pool_of(1) as loop:
+        (pid,) = await loop.call_all("pid")
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: loop._pool.slots[0].phase is not Phase.UP)
+        await loop.pause()
+        assert await loop.call_all("load", 5, keep=True) == []
+        await until_up(loop)
+        assert await loop.call_all("is_paused") == [True]
+        assert await loop.call_all("history") == [[5]]
+        await loop.resume()
+        assert tokens(await loop.generate_group(group_of(1))) == [[5, 5, 5]]
+
+
+async def test_when_all_are_down_groups_wait_for_the_first_that_is_back(cluster: LocalCluster) -> None:
+    async with pool_of(2) as loop:
+        for pid in await loop.call_all("pid"):
+            os.kill(pid, signal.SIGKILL)
+        await until(lambda: not any(slot.phase is Phase.UP for slot in loop._pool.slots))
+        assert statuses(await loop.generate_group(group_of())) == [Status.COMPLETED] * 2
+
+
+async def test_a_sample_that_ends_the_event_loop_of_its_actor_does_not_hang(cluster: LocalCluster) -> None:
+    """`sys.exit()` in a task ended the thread of the loop, and the actor answered nobody any more."""
+    async with pool_of(1) as loop:
+        group = await asyncio.wait_for(loop.generate_group(group_of(2, "exit")), PATIENCE_S)
+        assert statuses(group) == [Status.ABORTED] * 2
+        assert statuses(await loop.generate_group(group_of())) == [Status.COMPLETED] * 2
+
+
+async def test_a_group_that_kills_every_actor_is_an_error_in_the_end(cluster: LocalCluster) -> None:
+    """It would be retried for ever, without a word."""
+    async with pool_of(1) as loop:
+        for _ in range(3):
+            assert statuses(await loop.generate_group(group_of(1, "die"))) == [Status.ABORTED]
+        with pytest.raises(EngineError, match="died 4 times, and no group was answered"):
+            await loop.generate_group(group_of(1, "die"))
+        assert statuses(await loop.generate_group(group_of())) == [Status.COMPLETED] * 2
+        assert loop._pool.deaths == 0
+
+
+async def test_actors_that_will_not_come_back_are_an_error_and_not_a_wait(cluster: LocalCluster) -> None:
+    async with pool_of(2) as loop:
+        running = await under_way(loop, 2)
+        ray.kill(loop._pool.slots[0].handle)
+        await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        await until(lambda: loop._pool.slots[0].phase is Phase.DEAD)
+        assert statuses(await loop.generate_group(group_of())) == [Status.COMPLETED] * 2
+        ray.kill(loop._pool.slots[1].handle)
+        assert [statuses(group) for group in await asyncio.gather(*running)] == [[Status.ABORTED] * 2] * 2
+        with pytest.raises(EngineError, match=r"none of the 2 actors .* Ray will not restart it"):
+            await loop.generate_group(group_of())
+        with pytest.raises(EngineError, match="none of the 2 actors"):
+            await loop.call_all("pid")
+
+
+async def test_a_group_comes_back_when_its_node_is_lost_and_goes_on_when_there_is_another(
+    cluster: LocalCluster, doomed_node: Any
+) -> None:
+    async with pool_of(1, actor_options={"resources": {"doomed": 1}, "num_cpus": 0}) as loop:
+        assert await loop.call_all("node") == [doomed_node.node_id]
+        (running,) = await under_way(loop, 1)
+        cluster.kill_node(doomed_node)
+        assert statuses(await asyncio.wait_for(running, PATIENCE_S)) == [Status.ABORTED] * 2
+        waiting = asyncio.create_task(loop.generate_group(group_of()))
+        done, _ = await asyncio.wait((waiting,), timeout=4)
+        assert not done
+        group = group_of()
+        given_up = asyncio.create_task(loop.generate_group(group))
+        await asyncio.sleep(0)
+        given_up.cancel()  # it waits, and can be told not to
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        another = cluster.add_node(resources={"doomed": 1})
+        try:
+            assert statuses(await asyncio.wait_for(waiting, PATIENCE_S)) == [Status.COMPLETED] * 2
+            assert await loop.call_all("node") == [another.node_id]
+        finally:
+            cluster.kill_node(another)
+            cluster.wait_until_missed(another)
+
+
+async def test_a_cancel_does_not_wait_for_an_actor_that_does_not_answer(cluster: LocalCluster) -> None:
+    async with pool_of(1, cancel_timeout_s=0.5) as loop:
+        group = group_of(2, "hang", response_ids=[1])
+        running = await begin(loop, group)
+        (pid,) = await loop.call_all("pid")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert statuses(group) == [Status.INIT] * 2
+            assert tokens(group) == [[1], [1]]
+            assert loop.loads() == [1]  # it may be at it, still
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await until(lambda: loop.loads() == [0])
+        assert tokens(group) == [[1], [1]]
+        assert statuses(await loop.generate_group(group_of())) == [Status.COMPLETED] * 2
+
+
+# --- calls to all -----------------------------------------------------------------------------------------
+
+
+async def test_a_method_is_called_on_every_actor(cluster: LocalCluster) -> None:
+    async with pool_of(2) as loop:
+        weights = ray.put(np.array([1, 2, 3]))
+        assert await loop.call_all("load", weights, scale=2) == [12, 12]
+        assert await loop.call_all("load", 4) == [4, 4]
+        assert await loop.call_all("history") == [[12, 4]] * 2
+        assert len(set(await loop.call_all("pid"))) == 2
+        with pytest.raises(EngineError, match=r"actor 0 raised InvalidInput: Scripted has no method 'nothing'"):
+            await loop.call_all("nothing")
+        with pytest.raises(EngineError, match="raised Unspeakable: unspeakable"):
+            await loop.call_all("unspeakable")
+        with pytest.raises(EngineError, match="could not do it"):
+            await loop.call_all("unpicklable")
+        with pytest.raises(InvalidInput, match="expected its name"):
+            await loop.call_all("")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await loop.call_all("never")
+        assert tokens(await loop.generate_group(group_of(1))) == [[4, 4, 4]]
+
+
+async def test_calls_that_are_kept_are_made_again_before_a_restarted_actor_gets_a_group(cluster: LocalCluster) -> None:
+    async with pool_of(1) as loop:
+        await loop.call_all("load", 1, keep=True)
+        await loop.call_all("load", ray.put(2), keep=True, scale=3)
+        await loop.call_all("load", 9)
+        assert await loop.call_all("history") == [[1, 6, 9]]
+        (running,) = await under_way(loop, 1)
+        (pid,) = await loop.call_all("pid")
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.wait_for(running, PATIENCE_S)
+        assert tokens(await loop.generate_group(group_of(1))) == [[6, 6, 6]]
+        assert await loop.call_all("history") == [[6]]
+
+
+async def test_calls_reach_actors_that_are_still_starting(cluster: LocalCluster) -> None:
+    loop = pool_of(2)
+    assert await loop.call_all("load", 3) == [3, 3]
+    await loop.close()
+
+
+# --- making, starting and ending --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ({"actors": 0}, "actors is 0; expected at least 1"),
+        ({"actors": 1.5}, "actors is 1.5; expected a whole number"),
+        ({"actors": 1, "max_groups_per_actor": 0}, "max_groups_per_actor is 0"),
+        ({"actors": 1, "cancel_timeout_s": 0}, "cancel_timeout_s is 0"),
+        ({"actors": 1, "actor_options": 5}, "actor_options is 5; expected a mapping"),
+        ({"actors": 1, "actor_options": {"name": "x", "lifetime": "detached"}}, "has lifetime, name, which"),
+        ({"actors": 1, "actor_options": {"num_cpu": 1}}, "Ray refuses actor_options"),
+        ({"actors": 1, "actor_options": {"num_cpus": -1}}, "Ray refuses actor_options"),
+        ({"actors": 1, "make_loop": 5}, "make_loop is 5; expected a function"),
+        ({"actors": 1, "make_loop": Scripted()}, "expected a function that makes an AgentLoop"),
+        ({"actors": 1, "make_loop": functools.partial(dict, [sys._getframe()])}, "cannot be sent to an actor"),
+    ],
+)
+def test_wrong_arguments_are_refused(cluster: LocalCluster, arguments: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidConfig, match=problem):
+        RayAgentLoop(**({"make_loop": Scripted} | arguments))
+
+
+def test_without_a_cluster_it_is_refused() -> None:
+    program = """
+from forebay.errors import NoCluster
+from forebay.ray.agent_loop import RayAgentLoop
+from tests.ray.loops import Scripted
+try:
+    RayAgentLoop(Scripted, actors=1)
+except NoCluster as error:
+    assert "ray.init" in str(error)
+    raise SystemExit(7)
+"""
+    run = subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[2])
+    assert run.returncode == 7
+
+
+async def test_a_loop_that_cannot_be_made_is_an_error_with_the_remote_traceback(cluster: LocalCluster) -> None:
+    loop = pool_of(2, make_raising)
+    for _ in range(2):
+        with pytest.raises(EngineError, match=r"none of the 2 actors .* raised LookupError: no engine here") as raised:
+            await asyncio.wait_for(loop.generate_group(group_of()), PATIENCE_S)
+        assert "make_raising" in raised.value.__notes__[0]
+    with pytest.raises(EngineError, match="LookupError: no engine here"):
+        await loop.start()
+    with pytest.raises(EngineError, match="LookupError: no engine here"):
+        await loop.call_all("pid")
+    await loop.close()
+    with pytest.raises(EngineError, match="expected an AgentLoop"):
+        async with pool_of(1, dict):  # type: ignore[arg-type]
+            raise AssertionError("it was made")
+    with pytest.raises(EngineError, match="LookupError"):
+        _ = pool_of(1, make_raising).takes_weights_while_running
+
+
+async def test_an_actor_that_crashes_whenever_it_starts_is_an_error_and_not_a_wait(cluster: LocalCluster) -> None:
+    loop = pool_of(1, Crashing)
+    with pytest.raises(EngineError, match="did not start"):
+        await asyncio.wait_for(loop.generate_group(group_of()), PATIENCE_S)
+    await loop.close()
+
+
+async def test_it_takes_weights_as_the_loop_that_is_made_does(cluster: LocalCluster) -> None:
+    assert not pool_of(1).takes_weights_while_running
+    assert pool_of(1, functools.partial(AheadOfTraining)).takes_weights_while_running
+    assert await asyncio.to_thread(lambda: pool_of(1, lambda: AheadOfTraining()).takes_weights_while_running)
+    async with pool_of(1, lambda: AheadOfTraining()) as loop:
+        assert loop.takes_weights_while_running
+
+
+async def test_it_cannot_be_sent_elsewhere(shared: RayAgentLoop) -> None:
+    with pytest.raises(InvalidInput, match="make one there"):
+        pickle.dumps(shared)
+
+
+def test_a_pool_outlives_an_event_loop(cluster: LocalCluster) -> None:
+    loop = pool_of(2)
+
+    async def main(*, pause: bool) -> list[RolloutState]:
+        running = asyncio.create_task(loop.generate_group(group_of(2, "hang" if pause else "answer")))
+        if pause:
+            await until(lambda: sum(loop.loads()) == 1)
+            await loop.pause()
+        return await running
+
+    async def kill() -> None:
+        for pid in await loop.call_all("pid"):
+            os.kill(pid, signal.SIGKILL)
+
+    assert statuses(asyncio.run(main(pause=False))) == [Status.COMPLETED] * 2
+    assert statuses(asyncio.run(main(pause=True))) == [Status.ABORTED] * 2
+    assert loop.paused
+    asyncio.run(kill())  # nobody listens when they die
+    asyncio.run(loop.resume())
+    for _ in range(3):
+        assert set(statuses(asyncio.run(main(pause=False)))) <= {Status.COMPLETED, Status.ABORTED}
+    assert statuses(asyncio.run(main(pause=False))) == [Status.COMPLETED] * 2
+    asyncio.run(loop.close())
+
+
+async def test_two_event_loops_at_the_same_time_are_refused_and_one_after_the_other_are_not(
+    cluster: LocalCluster,
+) -> None:
+    async with pool_of(1) as loop:
+
+        def elsewhere() -> list[RolloutState]:
+            return asyncio.run(loop.generate_group(group_of()))
+
+        running = await begin(loop, group_of(1, "hang"))
+        with pytest.raises(WrongEventLoop, match="submit"):
+            await asyncio.to_thread(elsewhere)
+        await loop.pause()
+        await running
+        await loop.resume()
+        assert statuses(await asyncio.to_thread(elsewhere)) == [Status.COMPLETED] * 2
+        assert statuses(await loop.generate_group(group_of())) == [Status.COMPLETED] * 2
+
+
+async def test_closing_ends_the_actors_and_brings_back_what_is_under_way(cluster: LocalCluster) -> None:
+    loop = pool_of(2, max_groups_per_actor=1)
+    await loop.start()
+    pids = await loop.call_all("pid")
+    running = await under_way(loop, 2)
+    waiting = asyncio.create_task(loop.generate_group(group_of()))
+    await asyncio.sleep(0)
+    await loop.close()
+    await loop.close()
+    assert [statuses(await task) for task in running] == [[Status.ABORTED] * 2] * 2
+    assert (await running[0])[0].error_msg == "the agent loop was closed"
+    with pytest.raises(EngineError, match="closed"):
+        await waiting
+    with pytest.raises(EngineError, match="closed"):
+        await loop.generate_group(group_of())
+    await until(lambda: not any(map(is_running, pids)))
+
+
+async def test_a_pool_may_be_dropped_on_any_thread_of_rays(cluster: LocalCluster) -> None:
+    """The garbage collector ran there by chance, and ending the actors waited for itself: nothing moved any more."""
+    loop = pool_of(1)
+    (pid,) = await loop.call_all("pid")
+    holder = [loop]
+    dropped = asyncio.get_running_loop().create_future()
+    dropping = asyncio.get_running_loop()
+
+    def drop(_: object) -> None:
+        holder.clear()
+        dropping.call_soon_threadsafe(dropped.set_result, None)
+
+    never = loop._pool.slots[0].handle.watch.remote(0)
+    del loop
+    never.future().add_done_callback(drop)  # called by Ray, on a thread of its own
+    await asyncio.wait_for(dropped, PATIENCE_S)
+    await until(lambda: not is_running(pid))
+
+
+async def test_actors_end_when_the_pool_is_dropped(cluster: LocalCluster) -> None:
+    loop = pool_of(2)
+    pids = await loop.call_all("pid")
+    assert all(map(is_running, pids))
+    del loop
+    gc.collect()
+    await until(lambda: not any(map(is_running, pids)))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def test_an_actor_may_have_a_pool_of_its_own(cluster: LocalCluster) -> None:
+    class Trainer:
+        async def train(self) -> list[str]:
+            async with pool_of(1) as loop:
+                return [str(state.status) for state in await loop.generate_group(group_of())]
+
+    trainer: Any = ray.remote(Trainer).options(num_cpus=0.1).remote()
+    training = asyncio.wrap_future(trainer.train.remote().future())
+    assert await asyncio.wait_for(training, PATIENCE_S) == ["completed", "completed"]
+
+
+# --- producing --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, *[pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6)]])
+async def test_g01_g03_nothing_is_lost_or_doubled_when_actors_are_killed_at_random(
+    cluster: LocalCluster, seed: int
+) -> None:
+    """Real strategy, sampler and buffer; every prompt that was drawn is trained once, or still held."""
+    chance = random.Random(seed)
+    buffer = ReplayBuffer()
+    strategy = AsyncProduceStrategy(
+        buffer,
+        over_sample_threshold=1.0,
+        max_staleness=2,
+        enable_partial_rollout=True,
+        timeouts=Timeouts(pause_interval_s=0.5),
+        progress=NoProgress(),
+    )
+    prompts = [{"prompt": f"question {number}", "do": "answer", "prompt_ids": [number]} for number in range(200)]
+    sampler = Sampler(prompts, prompt_repeat_k=2)
+    loop = pool_of(3, Slow)
+    await loop.start()
+    kills = 0
+
+    async def kill() -> None:
+        nonlocal kills
+        while True:
+            await asyncio.sleep(chance.uniform(0.2, 1.0))
+            pids = await loop.call_all("pid")
+            if pids:  # else all are being restarted
+                os.kill(chance.choice(pids), signal.SIGKILL)
+                kills += 1
+
+    killing = asyncio.create_task(kill())
+    trained: list[int] = []
+    for step in range(1, 6):
+        async with asyncio.timeout(PATIENCE_S):
+            production = await strategy.produce_batch(loop, sampler, 12, "math", train_step=step, model_step=step - 1)
+        assert production.complete
+        await strategy.pause()
+        async with buffer.lease_batch({"math": 12}, train_step=step, timeout_s=0) as lease:
+            for group in lease.groups:
+                assert [state.status for state in group] == [Status.COMPLETED] * 2
+                assert len({state.rollout_id for state in group}) == 2
+                trained.append(group[0].group_id or 0)
+        await closed_ledger(buffer)
+        await loop.call_all("load", step, keep=True)
+    killing.cancel()
+    await asyncio.wait((killing,))
+    assert kills >= 2
+    await strategy.close()
+    ledger = await closed_ledger(buffer)
+    assert ledger["trained"] == 60
+    assert ledger.get("failed", 0) == ledger.get("in_flight", 0) == 0
+    await check_nothing_lost(buffer, "math", trained)
+    assert loop.loads() == [0, 0, 0]
+    await loop.close()
+
+
+class Slow(Scripted):
+    """Answers after a while."""
+
+    async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> Any:
+        pausing = asyncio.ensure_future(self.until_paused())
+        await asyncio.wait((pausing,), timeout=random.uniform(0.01, 0.4))
+        pausing.cancel()
+        if self.paused:
+            state.status = Status.ABORTED
+            return state
+        return await super().generate(state, enable_partial_rollout=enable_partial_rollout)
