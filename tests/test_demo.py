@@ -15,8 +15,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-from tiny_grpo.demo import audit, read_story  # noqa: E402
+from tiny_grpo.demo import audit, read_story, summarise  # noqa: E402
 from tiny_grpo.report import Curve, SampledGroup, StepRecord, chart, report, reward_chart  # noqa: E402
+from tiny_grpo.run import Outcome, Settings  # noqa: E402
 
 
 def forebay(*arguments: str, cwd: Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
@@ -76,6 +77,8 @@ def test_the_same_trainer_learns_from_an_openai_compatible_server_in_another_pro
         (["--storage", "tape"], "'tape' is not one of"),
         (["--name", "../elsewhere"], "no plain name"),
         (["--resume"], "there is no run to resume"),
+        (["--engines", "2"], "--engines needs --ray"),
+        (["--ray", "--engines", "0"], "0 is not in the range"),
     ],
 )
 def test_a_wrong_argument_is_refused_and_named(tmp_path: Path, arguments: list[str], problem: str) -> None:
@@ -83,6 +86,24 @@ def test_a_wrong_argument_is_refused_and_named(tmp_path: Path, arguments: list[s
     assert result.returncode in (1, 2)
     assert problem in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_ray_is_needed_for_ray_only_and_the_message_says_how_to_get_it(tmp_path: Path) -> None:
+    without_ray = "import sys; sys.modules['ray'] = None; from forebay.cli import main; main(['demo', '--ray'])"
+    command = [sys.executable, "-c", without_ray]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "pip install 'forebay[ray]'" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_demo_that_is_stopped_before_its_first_step_still_sums_up(tmp_path: Path) -> None:
+    (tmp_path / "steps.jsonl").touch()
+    said: list[str] = []
+    nothing = Outcome(last_step=0, ledger={}, reasons={}, held={}, records=[])
+    summarise(Settings(out=tmp_path, steps=9, tasks=("add",)), nothing, said.append)
+    assert said[-1] == "stopped at step 0 of 9; go on with --resume"
 
 
 # --- the account --------------------------------------------------------------------------------------

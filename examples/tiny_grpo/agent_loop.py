@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Mapping
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from forebay import AgentLoop, RolloutState, SampleParams, Status, finish_status
 from tiny_grpo.engine import Engine
-from tiny_grpo.tasks import MAX_ANSWER_TOKENS, decode
+from tiny_grpo.model import Policy, PolicyConfig
+from tiny_grpo.tasks import CONTEXT, END, MAX_ANSWER_TOKENS, VOCABULARY, decode
 
-__all__ = ["TinyAgentLoop"]
+__all__ = ["TinyAgentLoop", "make_agent_loop"]
 
 
 class TinyAgentLoop(AgentLoop):
@@ -52,3 +56,19 @@ class TinyAgentLoop(AgentLoop):
         """End what is under way; it comes back with the tokens that it has."""
         await super().pause()
         self.engine.abort()
+
+    async def load_weights(self, weights: Mapping[str, Tensor], model_step: int) -> None:
+        """Generate with these weights from the next token on, and stamp tokens with their step."""
+        await asyncio.wrap_future(self.engine.load_weights(weights, model_step))
+
+    def close(self) -> None:
+        """End the engine."""
+        self.engine.close()
+
+
+def make_agent_loop(temperature: float, seed: int) -> TinyAgentLoop:
+    """An engine of its own in this process, on one core; its weights are yet to be loaded."""
+    torch.set_num_threads(1)
+    engine = Engine(Policy(PolicyConfig(vocabulary=VOCABULARY, context=CONTEXT)), end_token=END)
+    params = SampleParams(max_tokens=MAX_ANSWER_TOKENS, temperature=temperature)
+    return TinyAgentLoop(engine, params, seed=seed)

@@ -9,14 +9,21 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from forebay import AgentLoopManager, DisaggregatedAgentLoopManager
 from tiny_grpo.model import Policy
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "Plane"]
+
+
+class Plane(Protocol):
+    """What saves all groups and goes on with them: a manager, or a buffer alone."""
+
+    async def save(self, path: Path, /, *, model_step: int) -> None: ...
+
+    async def resume(self, path: Path, /) -> int | None: ...
 
 
 class Checkpoints:
@@ -30,29 +37,19 @@ class Checkpoints:
         """Whether there is one to resume from."""
         return (self.plane / "manifest.json").exists()
 
-    async def save(
-        self,
-        manager: AgentLoopManager | DisaggregatedAgentLoopManager,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-        step: int,
-    ) -> None:
+    async def save(self, plane: Plane, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Write a checkpoint of the weights of `step`, while generation goes on."""
         weights = {"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
         await asyncio.to_thread(_write, weights, self._weights_path(step))
-        await manager.save(self.plane, model_step=step)
+        await plane.save(self.plane, model_step=step)
         for path in self.directory.glob("weights-*"):
             if path != self._weights_path(step):
                 path.unlink()
 
-    async def resume(
-        self,
-        manager: AgentLoopManager | DisaggregatedAgentLoopManager,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
-    ) -> int:
+    async def resume(self, plane: Plane, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
         """Take up the checkpoint: the plane, then the weights that it names; returns their step."""
-        step = await manager.resume(self.plane)
+        step = await plane.resume(self.plane)
+        assert step is not None  # `save` has given it one
         weights = torch.load(self._weights_path(step), weights_only=True)
         policy.load_state_dict(weights["policy"])
         optimizer.load_state_dict(weights["optimizer"])

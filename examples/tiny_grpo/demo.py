@@ -14,8 +14,9 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,7 @@ def summarise(settings: Settings, outcome: Outcome, say: Say) -> None:
     for name in settings.tasks:
         first, last = (_mean([rewards[name] for rewards in part]) for part in (ordered[:10], ordered[-10:]))
         say(f"{name:<14}{first:>16.2f}{last:>10.2f}")
-    columns = list(next(iter(outcome.ledger.values())))
+    columns = list(next(iter(outcome.ledger.values()), ()))  # none, if it was stopped before a prompt was drawn
     say("\nThe ledger, in groups:\n" + " " * 10 + "".join(f"{column:>11}" for column in columns))
     for name, line in outcome.ledger.items():
         say(f"{name:<10}" + "".join(f"{line[column]:>11}" for column in columns))
@@ -192,6 +193,7 @@ def write_report(settings: Settings, outcome: Outcome, seconds: float, notes: tu
         notes = (f"Supervised warm start: {warmed['steps']} steps; sampled rewards after it: {rewards}.", *notes)
     facts = {
         "mode": "colocated, on-policy" if settings.colocated else "disaggregated, running ahead",
+        "engines": f"{settings.engine_actors} in actors on Ray" if settings.engine_actors else "one, in this process",
         "storage": settings.storage,
         "seed": str(settings.seed),
         "steps": f"{outcome.last_step} of {settings.groups_per_step} groups of {settings.samples_per_group}",
@@ -234,6 +236,13 @@ def audit(directory: Path) -> list[str]:
 
 def crash_test(settings: Settings, kills: int, say: Say) -> bool:
     """Kill the training process at random moments, resume it each time; whether its account is whole in the end."""
+    place = "/tmp" if Path("/tmp").is_dir() else None  # a short path, see ray_cluster
+    with tempfile.TemporaryDirectory(prefix="fb-", dir=place, ignore_cleanup_errors=True) as files:
+        # A Ray that dies with its process leaves its files behind: they go to where they can be removed.
+        return _kill_and_resume(settings, kills, say, os.environ | {"RAY_TMPDIR": files})
+
+
+def _kill_and_resume(settings: Settings, kills: int, say: Say, environment: Mapping[str, str]) -> bool:
     assert settings.out is not None
     chance = random.Random(settings.seed)
     command = [
@@ -241,6 +250,7 @@ def crash_test(settings: Settings, kills: int, say: Say) -> bool:
         *("--steps", str(settings.steps), "--tasks", ",".join(settings.tasks)),
         *("--runs", str(settings.out.parent), "--name", settings.out.name, "--save-every", str(settings.save_every)),
         *(["--colocated"] if settings.colocated else []),
+        *(["--ray", "--engines", str(settings.engine_actors)] if settings.engine_actors else []),
     ]
     for kill in range(1, kills + 1):
         reached = _last_step(settings.out)
@@ -249,6 +259,7 @@ def crash_test(settings: Settings, kills: int, say: Say) -> bool:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            env=environment,
         )
         goal = (reached or 0) + chance.randint(1, max(2, settings.steps // (kills + 1)))
         while child.poll() is None and (_last_step(settings.out) or 0) < min(goal, settings.steps - 1):
@@ -263,7 +274,7 @@ def crash_test(settings: Settings, kills: int, say: Say) -> bool:
         os.kill(child.pid, signal.SIGKILL)
         child.communicate()
         say(f"kill {kill}: at step {_last_step(settings.out)} of {settings.steps}; resuming from the last checkpoint")
-    finished = subprocess.run([*command, "--resume"], check=False, capture_output=True, text=True)
+    finished = subprocess.run([*command, "--resume"], check=False, capture_output=True, text=True, env=environment)
     if finished.returncode:
         say(f"the last run failed:\n{finished.stderr}")
         return False

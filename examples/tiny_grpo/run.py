@@ -11,16 +11,19 @@ import argparse
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, closing
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import torch
 
 from forebay import (
+    AgentLoop,
     AgentLoopManager,
     AsyncProduceStrategy,
     AsyncReplayBufferConfig,
@@ -29,7 +32,6 @@ from forebay import (
     ProduceBatchResult,
     ProduceStrategy,
     ReplayBuffer,
-    SampleParams,
     Sampler,
     SyncProduceStrategy,
     SyncReplayBufferConfig,
@@ -37,13 +39,16 @@ from forebay import (
     reject_zero_std,
     sample_staleness,
 )
-from tiny_grpo.agent_loop import TinyAgentLoop
+from tiny_grpo.agent_loop import TinyAgentLoop, make_agent_loop
 from tiny_grpo.checkpoint import Checkpoints
 from tiny_grpo.engine import Engine
 from tiny_grpo.grpo import train_step
 from tiny_grpo.model import Policy, PolicyConfig
-from tiny_grpo.tasks import CONTEXT, END, MAX_ANSWER_TOKENS, TASKS, VOCABULARY, reward, task_records
+from tiny_grpo.tasks import CONTEXT, END, TASKS, VOCABULARY, reward, task_records
 from tiny_grpo.warm_start import sampled_rewards, warm_start
+
+if TYPE_CHECKING:
+    from forebay.ray import RayAgentLoop  # needs ray, which only `engine_actors` needs
 
 Manager: TypeAlias = AgentLoopManager | DisaggregatedAgentLoopManager
 
@@ -58,6 +63,7 @@ class Settings:
     seed: int = 0
     tasks: tuple[str, ...] = tuple(TASKS)
     colocated: bool = False  # generate and train in turns, on-policy; otherwise both go on at the same time
+    engine_actors: int = 0  # on Ray: so many engines, each in an actor, and the buffer in one; 0: all in this process
     storage: str = "memory"  # or "sqlite": in `out`, survives a crash without a checkpoint
     out: Path | None = None  # where checkpoints go; None: nowhere
     resume: bool = False  # go on where the checkpoint in `out` was written
@@ -78,6 +84,8 @@ class Settings:
             raise ValueError(f"tasks are {self.tasks}; expected some of {', '.join(TASKS)}")
         if self.storage not in ("memory", "sqlite"):
             raise ValueError(f"storage is {self.storage!r}; expected 'memory' or 'sqlite'")
+        if self.engine_actors < 0:
+            raise ValueError(f"engine_actors is {self.engine_actors}; expected 0 (no Ray) or more")
         if self.out is None and (self.resume or self.storage == "sqlite"):
             raise ValueError("resume and storage='sqlite' need a directory; give one as out")
 
@@ -135,65 +143,96 @@ async def run(
     checkpoints = None if settings.out is None else Checkpoints(settings.out)
     step, records = 0, []
 
-    with closing(Engine(policy, end_token=END)) as engine:
-        async with build_buffer(settings) as buffer, build_manager(settings, buffer, engine) as manager:
-            if checkpoints is not None and checkpoints.exists():
-                if not settings.resume:
-                    raise FileExistsError(f"{settings.out} holds a run already; resume it, or give another directory")
-                step = await checkpoints.resume(manager, policy, optimizer)
-            else:
-                warmed = await asyncio.to_thread(prepare, policy, engine, settings)
-                if on_warm_start is not None:
-                    on_warm_start(warmed)
-                if checkpoints is not None:
-                    await checkpoints.save(manager, policy, optimizer, step)
-            await sync_weights(manager, engine, policy, step)
+    async with (
+        started_loop(settings) as agent_loop,
+        started_buffer(settings) as buffer,
+        build_manager(settings, buffer, agent_loop) as manager,
+    ):
+        if checkpoints is not None and checkpoints.exists():
+            if not settings.resume:
+                raise FileExistsError(f"{settings.out} holds a run already; resume it, or give another directory")
+            step = await checkpoints.resume(manager, policy, optimizer)
+        else:
+            warmed = await asyncio.to_thread(prepare, policy, settings)
+            if on_warm_start is not None:
+                on_warm_start(warmed)
+            if checkpoints is not None:
+                await checkpoints.save(manager, policy, optimizer, step)
+        await sync_weights(manager, agent_loop, policy, step)
 
-            producer = start_producer(settings, manager)
-            try:
-                ended = time.monotonic()
-                while step < settings.steps and not (stop is not None and stop.is_set()):
-                    step += 1
-                    # Weights are synced after every step, so a batch is never refused as EXPIRED_BATCH.
-                    async with next_batch(settings, manager, step) as batch:
-                        in_flight = sum(line["in_flight"] for line in (await manager.ledger()).values())
-                        figures = await asyncio.to_thread(
-                            train_step, policy, optimizer, batch.groups, temperature=settings.temperature
-                        )
-                    began, ended = ended, time.monotonic()
-                    records.append(describe(step, batch, ended - began, in_flight, figures))
-                    if on_step is not None:
-                        on_step(records[-1], batch)  # before the checkpoint: what it tells is never behind that
-                    last = step == settings.steps or (stop is not None and stop.is_set())
-                    if checkpoints is not None and (last or step % settings.save_every == 0):
-                        await checkpoints.save(manager, policy, optimizer, step)
-                    await sync_weights(manager, engine, policy, step)
-            finally:
-                await manager.shutdown()
-                if producer is not None:
-                    await asyncio.gather(producer, return_exceptions=True)  # get_batch has told what went wrong there
-            ledger, reasons = await buffer.ledger(), await buffer.reasons()
-            there = await buffer.query({"place": {"$ne": "archived"}})
-            held = {name: [record.group_id for record in there if record.task_name == name] for name in ledger}
+        producer = start_producer(settings, manager)
+        try:
+            ended = time.monotonic()
+            while step < settings.steps and not (stop is not None and stop.is_set()):
+                step += 1
+                # Weights are synced after every step, so a batch is never refused as EXPIRED_BATCH.
+                async with next_batch(settings, manager, step) as batch:
+                    in_flight = sum(line["in_flight"] for line in (await manager.ledger()).values())
+                    figures = await asyncio.to_thread(
+                        train_step, policy, optimizer, batch.groups, temperature=settings.temperature
+                    )
+                began, ended = ended, time.monotonic()
+                records.append(describe(step, batch, ended - began, in_flight, figures))
+                if on_step is not None:
+                    on_step(records[-1], batch)  # before the checkpoint: what it tells is never behind that
+                if checkpoints is not None and step % settings.save_every == 0:
+                    await checkpoints.save(manager, policy, optimizer, step)
+                await sync_weights(manager, agent_loop, policy, step)
+            if checkpoints is not None and step % settings.save_every != 0:
+                await checkpoints.save(manager, policy, optimizer, step)  # here: it may be stopped at any moment above
+        finally:
+            await manager.shutdown()
+            if producer is not None:
+                await asyncio.gather(producer, return_exceptions=True)  # get_batch has told what went wrong there
+        ledger, reasons = await buffer.ledger(), await buffer.reasons()
+        there = await buffer.query({"place": {"$ne": "archived"}})
+        held = {name: [record.group_id for record in there if record.task_name == name] for name in ledger}
     return Outcome(last_step=step, ledger=ledger, reasons=reasons, held=held, records=records)
 
 
 # --- the plane ----------------------------------------------------------------------------------------
 
 
-def build_buffer(settings: Settings) -> ReplayBuffer:
-    """Where groups are between the engine and the trainer."""
-    storage = f"sqlite:///{settings.out}/buffer.db" if settings.storage == "sqlite" else "memory"
+@asynccontextmanager
+async def started_loop(settings: Settings) -> AsyncIterator[TinyAgentLoop | RayAgentLoop]:
+    """What answers prompts: an engine in this process, or a pool of actors that have one each."""
+    make = partial(make_agent_loop, settings.temperature, settings.seed)
+    if settings.engine_actors:
+        from forebay.ray import RayAgentLoop
+
+        async with RayAgentLoop(make, actors=settings.engine_actors) as pool:
+            yield pool
+    else:
+        with closing(make()) as agent_loop:
+            yield agent_loop
+
+
+@asynccontextmanager
+async def started_buffer(settings: Settings) -> AsyncIterator[ReplayBuffer]:
+    """Where groups are between the engine and the trainer: in this process, or in an actor."""
+    storage = "memory"
     if settings.out is not None:
         settings.out.mkdir(parents=True, exist_ok=True)
+        if settings.storage == "sqlite":
+            storage = f"sqlite:///{settings.out.resolve()}/buffer.db"  # an actor works in another directory
     config = SyncReplayBufferConfig if settings.colocated else AsyncReplayBufferConfig
-    return config(storage=storage).build()
+    if settings.engine_actors:
+        from forebay.ray import RayReplayBuffer
+
+        name = f"tiny-grpo-{uuid.uuid4().hex}"
+        created = RayReplayBuffer.create(name, config(storage=storage))
+        try:
+            async with created as buffer:
+                yield buffer
+        finally:
+            RayReplayBuffer.destroy(name)
+    else:
+        async with config(storage=storage).build() as buffer:
+            yield buffer
 
 
-def build_manager(settings: Settings, buffer: ReplayBuffer, engine: Engine) -> Manager:
-    """Every task with its prompts, around one engine and one buffer."""
-    params = SampleParams(max_tokens=MAX_ANSWER_TOKENS, temperature=settings.temperature)
-    agent_loop = TinyAgentLoop(engine, params, seed=settings.seed)
+def build_manager(settings: Settings, buffer: ReplayBuffer, agent_loop: AgentLoop) -> Manager:
+    """Every task with its prompts, around one agent loop and one buffer."""
     filters = [reject_zero_std] if settings.filter_zero_std else []
     strategy: ProduceStrategy
     if settings.colocated:
@@ -230,11 +269,17 @@ def next_batch(settings: Settings, manager: Manager, step: int) -> AbstractAsync
     return manager.get_batch(settings.groups_per_step, step, timeout_s=600)
 
 
-async def sync_weights(manager: Manager, engine: Engine, policy: Policy, step: int) -> None:
-    """Have the engine generate with the weights of `step`; what is under way stops, is kept, and goes on with them."""
+async def sync_weights(manager: Manager, agent_loop: TinyAgentLoop | RayAgentLoop, policy: Policy, step: int) -> None:
+    """Have engines generate with the weights of `step`; what is under way stops, is kept, and goes on with them."""
     if isinstance(manager, DisaggregatedAgentLoopManager):
         await manager.pause_produce()
-    await asyncio.wrap_future(engine.load_weights(policy.state_dict(), step))
+    if isinstance(agent_loop, TinyAgentLoop):
+        await agent_loop.load_weights(policy.state_dict(), step)
+    else:
+        import ray
+
+        weights = ray.put(policy.state_dict())  # once, for all actors; also for those that are restarted
+        await agent_loop.call_all("load_weights", weights, step, keep=True)
     if isinstance(manager, DisaggregatedAgentLoopManager):
         await manager.continue_produce(step)
 
@@ -242,12 +287,13 @@ async def sync_weights(manager: Manager, engine: Engine, policy: Policy, step: i
 # --- figures ------------------------------------------------------------------------------------------
 
 
-def prepare(policy: Policy, engine: Engine, settings: Settings) -> WarmStart:
+def prepare(policy: Policy, settings: Settings) -> WarmStart:
     """The supervised warm start, and what it came to."""
     began = time.monotonic()
     warm_start(policy, settings.tasks, steps=settings.warm_start_steps, seed=settings.seed)
     seconds = time.monotonic() - began
-    rewards = sampled_rewards(policy, engine, settings.tasks, seed=settings.seed)
+    with closing(Engine(policy, end_token=END)) as engine:
+        rewards = sampled_rewards(policy, engine, settings.tasks, seed=settings.seed)
     return WarmStart(steps=settings.warm_start_steps, seconds=seconds, rewards=rewards)
 
 

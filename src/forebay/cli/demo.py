@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import importlib.util
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -33,6 +35,8 @@ def _example() -> Path:
 @click.option("--seed", default=0, show_default=True, help="Of weights, prompts and sampling.")
 @click.option("--tasks", help="Some of the tasks, with commas between them (default: all).")
 @click.option("--colocated", is_flag=True, help="Generate and train in turns, instead of at the same time.")
+@click.option("--ray", is_flag=True, help="Buffer and engines as Ray actors (of RAY_ADDRESS, or a Ray of its own).")
+@click.option("--engines", type=click.IntRange(1), help="Engine actors, with --ray (default: 1).")
 @click.option("--storage", type=click.Choice(["memory", "sqlite"]), help="Where groups live (default: memory).")
 @click.option("--runs", default="runs", show_default=True, type=click.Path(path_type=Path), help="Where runs are kept.")
 @click.option("--name", help="Of the run (default: the next free of demo-1, demo-2, ...).")
@@ -45,6 +49,8 @@ def demo(
     seed: int,
     tasks: str | None,
     colocated: bool,
+    ray: bool,
+    engines: int | None,
     storage: str | None,
     runs: Path,
     name: str | None,
@@ -65,6 +71,11 @@ def demo(
         if missing.name != "torch":
             raise
         raise click.ClickException("the demo needs torch: pip install 'forebay[demo]'") from missing
+    if engines is not None and not ray:
+        raise click.UsageError("--engines needs --ray: without Ray there is one engine, in the same process")
+    if ray and importlib.util.find_spec("ray") is None:
+        raise click.ClickException("--ray needs Ray: pip install 'forebay[ray]'")
+    cluster = importlib.import_module("tiny_grpo.cluster").ray_cluster() if ray else nullcontext()
     if name is not None and (Path(name).name != name or name in (".", "..")):
         raise click.BadParameter(f"{name!r} is no plain name of a directory", param_hint="--name")
     out = runs / (name or _free_name(runs, last=resume))
@@ -76,6 +87,7 @@ def demo(
             steps=steps,
             seed=seed,
             colocated=colocated,
+            engine_actors=(engines or 1) if ray else 0,
             storage=storage or ("sqlite" if crash_test else "memory"),
             out=out,
             resume=resume,
@@ -87,9 +99,10 @@ def demo(
     try:
         if crash_test:
             sys.exit(not tiny.crash_test(settings, kills, click.echo))
-        outcome = asyncio.run(tiny.demo(settings, click.echo, terminal=sys.stderr.isatty()))
-    except FileExistsError as taken:
-        raise click.ClickException(str(taken)) from taken
+        with cluster:
+            outcome = asyncio.run(tiny.demo(settings, click.echo, terminal=sys.stderr.isatty()))
+    except (FileExistsError, ConnectionError) as problem:
+        raise click.ClickException(str(problem)) from problem
     if outcome.last_step < steps:
         sys.exit(INTERRUPTED)
 
