@@ -18,7 +18,7 @@ import ray
 import forebay
 from forebay.config import build_storage
 from forebay.errors import ForebayError
-from forebay.ray import wire
+from forebay.ray import packing, wire
 from forebay.ray.frames import FrameStorage
 from forebay.ray.host import Host
 from forebay.ray.notes import Note, NoteWriter
@@ -75,8 +75,10 @@ class BufferActor:
         return self._runner.run(_hello(self))
 
     @ray.method(concurrency_group="operations")
-    def call(self, head: bytes, payload: Payload, objects: Sequence[Any]) -> Message:
-        return self._runner.run(_call(self, head, payload, objects))
+    def call(self, first: bytes, *more: Any) -> Any:
+        head, payload, objects = packing.message_of_arguments(first, more)
+        answer = self._runner.run(_call(self, head, payload, objects))
+        return packing.results_of(answer, wire.decoded(head, wire.Request).returns)
 
     @ray.method(concurrency_group="waits")
     def wait(self, head: bytes) -> bytes:

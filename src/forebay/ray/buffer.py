@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -159,15 +160,11 @@ class RayReplayBuffer(ReplayBuffer):
         NoSuchBuffer if there is none; a buffer that was lost is forgotten.
         """
         _check_name(name)
-        try:
+        shards = MAX_SHARDS  # unless the first one can be asked: others may be there when it is lost, too
+        with suppress(BufferLost):
             first = find_host(name)
-        except BufferLost:
-            notes.forget_notes(name)
-            return
-        try:
-            shards = Link.to(first, name, timeout_s=_STOP_S).hello.shards
-        except ForebayError:  # of another version, or it cannot open its storage: it goes all the same
-            shards = MAX_SHARDS
+            with suppress(ForebayError):  # of another version, or it cannot open its storage: it goes all the same
+                shards = Link.to(first, name, timeout_s=_STOP_S).hello.shards
         for shard in range(shards):
             try:
                 actor = find_host(name, shard)

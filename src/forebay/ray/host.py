@@ -168,10 +168,17 @@ class Host:
             error = InvalidInput(f"call {request.sequence} of {request.client} comes again after its answer was seen")
             failed = wire.Answer(self._version, len(self.storage), None, wire.failure_of(error), wire.NOTHING)
             return wire.encoded(failed), b"", []
-        if answer is None:
-            answer = asyncio.ensure_future(self._perform(request, payload, objects))
-            book.answers[request.sequence] = answer
-        return await asyncio.shield(answer)
+        if answer is not None:
+            return await asyncio.shield(answer)
+        answer = book.answers[request.sequence] = asyncio.get_running_loop().create_future()
+        try:
+            message = await self._perform(request, payload, objects)
+        except BaseException as error:
+            answer.set_exception(error)
+            answer.exception()  # it is raised here; nobody else need look at it
+            raise
+        answer.set_result(message)
+        return message
 
     def _book(self, client: str) -> Book:
         book = self._books.get(client)
@@ -213,7 +220,7 @@ class Host:
             if self._waits and self._version > version:
                 await self._serve_waits()
         answer = wire.Answer(version, len(self.storage), due, None, msgspec.Raw(wire.encoded(result)), stand)
-        return wire.encoded(answer), call.parcel.payload(arrays=True), call.parcel.objects
+        return wire.encoded(answer), call.parcel.whole(), call.parcel.objects
 
     async def _stored(self, request: Request) -> Answered | None:
         if not request.sequence or not self._restarted or request.client in self._newcomers:

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import uuid
+import weakref
 from typing import Any
 
 import msgspec
@@ -21,9 +22,9 @@ from ray import exceptions
 import forebay
 from forebay.errors import BufferLost, ForebayError, NoCluster, NoSuchBuffer, StorageUnavailable, VersionMismatch
 from forebay.errors import StorageError as HostError
-from forebay.ray import notes, wire
+from forebay.ray import notes, packing, wire
 from forebay.ray.actor import NAMESPACE, actor_name
-from forebay.ray.wire import Answer, Hello, Message, PackedFrames, Parcel
+from forebay.ray.wire import Answer, Hello, PackedFrames, Parcel
 
 __all__ = ["Link", "Reply", "check_cluster", "find_host"]
 
@@ -92,6 +93,8 @@ class Link:
         self._guard = threading.Lock()
         self._last = 0
         self._stand: wire.Stand | None = None
+        self._methods: dict[int, Any] = {}
+        self._rest: weakref.WeakKeyDictionary[asyncio.Future[Any], list[Any]] = weakref.WeakKeyDictionary()
         self._open: set[int] = set()  # numbers of calls whose answer was not seen yet
 
     @classmethod
@@ -120,9 +123,16 @@ class Link:
     # --- calls ----------------------------------------------------------------------------------------
 
     def begin(
-        self, op: str, body: Any, *, changing: bool, parcel: Parcel = _NO_FRAMES, objects: list[Any] | None = None
-    ) -> tuple[int, asyncio.Future[Message]]:
-        """Send a call; its number, and a future of its answer for `finish`."""
+        self,
+        op: str,
+        body: Any,
+        *,
+        changing: bool,
+        parcel: Parcel = _NO_FRAMES,
+        objects: list[Any] | None = None,
+        expected_bytes: float = 0,
+    ) -> tuple[int, asyncio.Future[Any]]:
+        """Send a call; its number, and a future of its answer for `finish`. `expected_bytes`: in the answer."""
         sequence = 0
         with self._guard:
             if changing:
@@ -130,19 +140,30 @@ class Link:
                 self._open.add(sequence)
             confirmed = self._confirmed()
         try:
-            head = wire.encoded(wire.Request(op, self.client, sequence, confirmed, msgspec.Raw(wire.encoded(body))))
-            payload = parcel.payload(arrays=False)
-            carried = parcel.objects if objects is None else objects
-            return sequence, self._future(self._actor.call, head, payload, carried)
+            returns = packing.returns_for(expected_bytes)
+            encoded = msgspec.Raw(wire.encoded(body))
+            head = wire.encoded(wire.Request(op, self.client, sequence, confirmed, encoded, returns))
+            arguments = packing.arguments_of(head, parcel, parcel.objects if objects is None else objects)
+            return sequence, self._future(self._method(returns), *arguments)
         except BaseException:
             self.seen(sequence)  # it was never sent
             raise
 
+    def _method(self, returns: int) -> Any:
+        method = self._methods.get(returns)
+        if method is None:
+            method = self._methods[returns] = self._actor.call.options(num_returns=returns)
+        return method
+
     def _future(self, method: Any, *args: Any) -> asyncio.Future[Any]:
         check_cluster()  # a call from outside of a cluster would have Ray start one
         try:
-            future = asyncio.wrap_future(method.remote(*args).future())
+            sent = method.remote(*args)
+            first, rest = (sent[0], sent[1:]) if isinstance(sent, list) else (sent, [])
+            future = asyncio.wrap_future(first.future())
             future.add_done_callback(_look_at)  # somebody may have left it behind
+            if rest:
+                self._rest[future] = rest
             return future
         except exceptions.RayError as error:
             failed = asyncio.get_running_loop().create_future()
@@ -161,12 +182,19 @@ class Link:
                 "anew; connect to the buffer again"
             )
 
-    async def answered(self, future: asyncio.Future[Any]) -> None:
-        """Until a future is done, which is left alone if this is cancelled; an error if it never will be."""
+    async def answered(self, future: asyncio.Future[Any], *, long: bool = False) -> None:
+        """Until a future is done, which is left alone if this is cancelled; an error if it never will be.
+
+        A host that is restarting is waited for, and not in silence; `long`: this call is meant to take long.
+        """
+        waited_s = 0.0
         while not future.done():
             await asyncio.wait((future,), timeout=_LOOK_S)
             if not future.done():
                 self._check_worker()
+                waited_s += _LOOK_S
+                if not long:
+                    log.warning("host_does_not_answer buffer=%s seconds=%g", self.hello.name, waited_s)
 
     def _confirmed(self) -> int:
         return min(self._open, default=self._last + 1) - 1
@@ -181,11 +209,14 @@ class Link:
         _, future = self.begin(op, body, changing=False, objects=objects)
         return await self.finish(future)
 
-    async def finish(self, future: asyncio.Future[Message]) -> Reply:
+    async def finish(self, future: asyncio.Future[Any]) -> Reply:
         """The answer of a call, or the error that it is."""
         try:
             await self.answered(future)
-            head, payload, objects = future.result()
+            rest = self._rest.pop(future, None)
+            # They came with the first one, within the same answer: nothing is waited for.
+            more = [] if rest is None else ray.get(rest)
+            head, payload, objects = packing.message_of_results(future.result(), more)
         except exceptions.RayError as error:
             raise await self.translated(error) from error
         answer: Answer = wire.decoded(head, Answer)
@@ -199,7 +230,7 @@ class Link:
         head = wire.encoded(wire.Request("wait", self.client, 0, 0, msgspec.Raw(wire.encoded(body))))
         future = self._future(self._actor.wait, head)
         try:
-            await self.answered(future)
+            await self.answered(future, long=True)
             answer: Answer = wire.decoded(future.result(), Answer)
         except asyncio.CancelledError:
             future.cancel()

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 LOST_REASON = "lost with the actor that hosted it"
 
 _NAMESPACE = b"forebay"
-_PAUSE_S = 0.005
+_PAUSE_S = 0.05
 _HELD = (str(Place.IN_FLIGHT), str(Place.BUFFERED), str(Place.LEASED))
 
 

@@ -217,8 +217,6 @@ class Operations:
     async def _claim(self, claim: Claim, call: Exchange) -> dict[str, list[RowHead]] | None:
         await self.welcome_back(claim.owner)
         call.tasks = list(claim.wants)
-        if call.request.sequence in call.book.withdrawn:
-            return None
         if claim.watermarks:
             await self.storage.set_watermark(claim.watermarks)
         claimed = await self.storage.claim(claim)

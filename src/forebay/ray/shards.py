@@ -20,6 +20,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from msgspec.structs import replace
@@ -55,6 +56,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 MAX_SHARDS = 128
+_SQLITE = "sqlite:///"
 _RESTORED_UIDS = 1 << 36
 """Uids that a restored checkpoint may use on a shard; new groups are numbered after them."""
 _QUEUE_ROWS = 64
@@ -66,11 +68,15 @@ def shard_of(task_name: str, shards: int) -> int:
 
 
 def shard_url(url: str, shard: int) -> str:
-    """The storage of a shard: a file or a schema of its own beside the first one's."""
+    """The storage of a shard: a file or a schema of its own beside the first one's.
+
+    Paths are those of the process that asks: an actor has another working directory.
+    """
+    if url.startswith(_SQLITE):
+        url = f"{_SQLITE}{Path(url.removeprefix(_SQLITE)).absolute()}"
+        return url if shard == 0 else f"{url}.shard{shard}"
     if shard == 0 or url in ("memory", "pandas"):
         return url
-    if url.startswith("sqlite"):
-        return f"{url}.shard{shard}"
     dsn, _, name = url.partition("#")
     return f"{dsn}#{name or 'forebay'}_shard{shard}"
 
@@ -220,7 +226,8 @@ class ShardedStorage(Storage):
         if len(parts) == 1:
             return await parts[0][0].claim(claim)
         if claim.watermarks:
-            await self.set_watermark(claim.watermarks)  # on all of them, also if it comes to nothing
+            for shard, part in parts:
+                await shard.mark(part.watermarks)  # on all of them, also if it comes to nothing
         if claim.whole and not await self._all_there(claim):
             return None
         granted: list[tuple[RayStorage, Claim, Claimed]] = []

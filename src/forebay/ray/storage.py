@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
-from forebay.errors import BufferLost, ForebayError, NoSuchBuffer
+from forebay.errors import BufferLost, ForebayError, StorageUnavailable
 from forebay.ledger import Account, Event, LedgerLine, Watermark
 from forebay.query import Node
 from forebay.ray import references, wire
@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 _BEAT_TIMEOUT_S = 10.0
 _CONFIRM_BYTES = 1 << 20
 """The host keeps an answer until it is confirmed, usually by the next call: a large one is not left there for that."""
+_CLOSE_S = 10.0
+"""How long `close` waits for a host that is away."""
 _PATIENCE_S = 5.0
 """How long a cancelled call waits for its answer: long enough for any host that is there."""
 _CHUNK_BYTES = 4 << 20
@@ -69,6 +71,7 @@ class RayStorage(Storage):
         self._heard = 0
         self._buffered = 0
         self._not_due: set[str] = set()
+        self._group_bytes = 0.0  # of a group, as the last claims brought them
         self._tasks: set[str] = set()
 
     def __repr__(self) -> str:
@@ -157,9 +160,13 @@ class RayStorage(Storage):
 
     async def close(self, owner: str) -> None:
         try:
-            await self._call("close", owner, None, changing=True)
-        except (BufferLost, NoSuchBuffer) as gone:  # it holds nothing there any more
+            async with asyncio.timeout(_CLOSE_S):
+                await self._call("close", owner, None, changing=True)
+        except (BufferLost, StorageUnavailable) as gone:  # it holds nothing there any more, or not for long
             log.info("closed_without_host owner=%s %s", owner, gone)
+        except TimeoutError:
+            # Its beats have ended: what it held comes back at its deadline.
+            log.warning("closed_without_host owner=%s buffer=%s is away", owner, self._link.hello.name)
 
     def beat(self, owner: str) -> None:
         self._link.beat(owner, _BEAT_TIMEOUT_S)
@@ -220,7 +227,8 @@ class RayStorage(Storage):
         self._tasks |= claim.wants.keys()
         body = _claim_body(claim)
         while True:
-            sequence, future = self._link.begin("claim", body, changing=True)
+            expected_bytes = self._group_bytes * sum(claim.wants.values())
+            sequence, future = self._link.begin("claim", body, changing=True, expected_bytes=expected_bytes)
             try:
                 _, cancelled = await self._seen_through(sequence, future)
                 if cancelled is not None:
@@ -239,6 +247,9 @@ class RayStorage(Storage):
                     continue
             finally:
                 self._link.seen(sequence)
+            groups = sum(map(len, claimed.values())) if claimed else 0
+            if groups:
+                self._group_bytes += (reply.size / groups - self._group_bytes) / 2
             if reply.size > _CONFIRM_BYTES or reply.frames.has_objects:
                 self._link.confirm()
             if claim.purpose is Purpose.TAKE and claimed:
@@ -307,9 +318,13 @@ class RayStorage(Storage):
         return released
 
     async def set_watermark(self, watermarks: Mapping[str, Watermark]) -> None:
+        await self.mark(watermarks)
+        self._tell(watermarks)
+
+    async def mark(self, watermarks: Mapping[str, Watermark]) -> None:
+        """Set watermarks without waking anybody here: for an attempt, which a waiter repeats when it is woken."""
         self._tasks |= watermarks.keys()
         await self._call("set_watermark", dict(watermarks), None, changing=True, tasks=watermarks)
-        self._tell(watermarks)
 
     async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
         reply = await self._link.call("due", (task_name, list(statuses), limit))

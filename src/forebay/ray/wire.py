@@ -60,6 +60,7 @@ PROTOCOL = 1
 INLINE_BYTES = 100_000
 """Ray carries an argument or an answer up to this size within the call itself, and larger ones as objects."""
 
+_CHUNK_BYTES = 256 << 10
 _ALIGNMENT = 16
 _PADDING = [bytes(count) for count in range(_ALIGNMENT)]
 
@@ -103,7 +104,8 @@ class Hello(msgspec.Struct, frozen=True):
 class Request(msgspec.Struct, array_like=True, gc=False):
     """The head of a call. `sequence` numbers the calls of a client that change something; 0: this one does not.
 
-    All answers up to `confirmed` were seen by the client, and need not be remembered.
+    All answers up to `confirmed` were seen by the client, and need not be remembered. `returns`: in how many results
+    the answer is to come.
     """
 
     op: str
@@ -111,6 +113,7 @@ class Request(msgspec.Struct, array_like=True, gc=False):
     sequence: int
     confirmed: int
     body: msgspec.Raw
+    returns: int = 1
 
 
 class Failure(msgspec.Struct, array_like=True):
@@ -266,14 +269,37 @@ class Parcel:
             self._size += padding
         self._run_end = None
 
-    def payload(self, *, arrays: bool) -> Payload:
-        """All frames in one piece; `arrays`: a large one so that its reader has it without a copy."""
-        if self._size == 0:
-            return b""
-        joined = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        if arrays and self._size > INLINE_BYTES:
-            return np.frombuffer(joined, np.uint8)
-        return joined if type(joined) is bytes else bytes(joined)
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def payload(self) -> bytes:
+        """All frames in one piece of bytes, for few of them."""
+        return b"".join(self._parts)
+
+    def chunks(self) -> list[np.ndarray[Any, Any]]:
+        """All frames as arrays of some size, for Ray to write into one object.
+
+        Pieces of that size come from memory that is warm; one piece of all would be fetched from the system each time.
+        """
+        chunks: list[np.ndarray[Any, Any]] = []
+        part_of: list[Any] = []
+        size = 0
+        for part in self._parts:
+            part_of.append(part)
+            size += memoryview(part).nbytes
+            if size >= _CHUNK_BYTES:
+                chunks.append(_array(part_of))
+                part_of, size = [], 0
+        if part_of:
+            chunks.append(_array(part_of))
+        return chunks
+
+    def whole(self) -> Payload:
+        """All frames in one piece: bytes, or, if large, an array, which its reader gets without a copy."""
+        if self._size <= INLINE_BYTES:
+            return self.payload()
+        return _array(self._parts)
 
     def content(self, content: Content) -> ContentHead:
         size, references = self.add_group(content.group)
@@ -292,6 +318,10 @@ class Parcel:
     def revision(self, revision: Revision) -> RevisionHead:
         content = None if revision.content is None else self.content(revision.content)
         return RevisionHead(revision.uid, revision.revision, content)
+
+
+def _array(parts: list[Any]) -> np.ndarray[Any, Any]:
+    return np.frombuffer(parts[0] if len(parts) == 1 else b"".join(parts), np.uint8)
 
 
 class PackedFrames:
