@@ -3,7 +3,8 @@
     python bench/_ray_forebay.py             # starts a cluster and a buffer
     python bench/_ray_forebay.py ADDRESS     # joins both
 
-A sample is a RolloutState with numpy columns; a batch is put by `put_many`, leased, and acknowledged. Samples are made
+A sample is a RolloutState with numpy columns; a batch is put by `put_many`, leased, and acknowledged; the
+acknowledgement travels while the next batch is put, and is waited for before the next one. Samples are made
 before the clock starts, because a put takes them over. Whatever is got is compared with what was put, once in a turn.
 """
 
@@ -85,6 +86,7 @@ class Forebay:
     def __init__(self, buffer: RayReplayBuffer) -> None:
         self._buffer = buffer
         self._train_step = 0
+        self._acking: asyncio.Future[None] | None = None
 
     async def cycle(self, *, group: int, repeat: int, prompt: int, response: int) -> dict[str, Any]:
         """Put, lease and acknowledge a batch."""
@@ -95,6 +97,7 @@ class Forebay:
             groups = await self._take(SAMPLES // group, times)
             if number == 0:
                 check(groups, columns, group)
+        await self._settled(times)
         return times
 
     async def put(self, *, group: int, prompt: int, response: int) -> dict[str, Any]:
@@ -107,6 +110,7 @@ class Forebay:
         """The other half of it, for a trainer in another process."""
         times: dict[str, list[float]] = {}
         groups = await self._take(SAMPLES // group, times)
+        await self._settled(times)
         check(groups, columns_of(prompt, response, SAMPLES), group)
         return times
 
@@ -124,9 +128,28 @@ class Forebay:
         async def read() -> list[Any]:
             return pack(lease.groups)
 
-        await timed_ms([("read", read), ("clear", lease.ack)], times)
+        async def acknowledge() -> None:
+            # It travels while the trainer goes on, and is waited for before the next one.
+            await self._settled({})
+            self._acking = asyncio.ensure_future(lease.ack())
+            await asyncio.sleep(0)
+
+        await timed_ms([("read", read), ("clear", acknowledge)], times)
         found: list[list[RolloutState]] = lease.groups
         return found
+
+    async def _settled(self, times: dict[str, list[float]]) -> None:
+        """The last acknowledgement has arrived; what is left of it counts as part of the last cycle."""
+
+        async def settled() -> None:
+            if self._acking is not None:
+                await self._acking
+                self._acking = None
+
+        last: dict[str, list[float]] = {}
+        await timed_ms([("clear", settled)], last)
+        if "clear" in times:
+            times["clear"][-1] += last["clear"][0]
 
     async def single(self, *, repeat: int, prompt: int, response: int) -> dict[str, Any]:
         """Put one group of one sample, and take it for good."""

@@ -89,13 +89,18 @@ class Outlet:
 
         async def attempt() -> Claimed | None:
             await self.prepare(wants)
-            return await self._storage.claim(claim)
+            claimed = await self._storage.claim(claim)
+            if claimed is None and claim.watermarks:
+                await self._ageing.expire(claim.watermarks)  # what only the claim itself made too old
+            return claimed
 
         async def grant(claimed: Claimed) -> Lease:
             uids = {
                 (task_name, row.record.group_id): row.record.uid for task_name, rows in claimed.items() for row in rows
             }
             try:
+                if claim.watermarks:
+                    await self._ageing.expire(claim.watermarks)
                 groups = await self.hand_out(claimed, train_step)
             except BaseException:
                 with suppress(LostLease, BufferClosed):  # then it is back already

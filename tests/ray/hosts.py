@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+
 from forebay import Storage
 from forebay.ray.actor import BufferActor
 from forebay.ray.link import Link

@@ -13,7 +13,7 @@ from forebay.testing.machine import machine_for
 from tests.ray.conftest import LocalCluster
 from tests.ray.hosts import Hosts
 
-RUNS = settings(max_examples=8, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+RUNS = settings(max_examples=12, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 _memory, _sqlite = Hosts("memory"), Hosts("sqlite")
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-import ray
 from forebay import MemoryStorage, ReplayBuffer, RolloutState, Status, UnsupportedPayload
 from forebay.errors import ReferenceLost
 from forebay.ray.references import lost, resolve

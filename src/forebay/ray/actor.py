@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,7 +59,9 @@ class BufferActor:
         self._url = storage
         self._shards = shards
         self._settings = settings
-        self._restarted = bool(context.was_current_actor_reconstructed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray warns of a name that it uses itself in there
+            self._restarted = bool(context.was_current_actor_reconstructed)
         self._actor_id = context.get_actor_id() or ""
         self._host: Host | None = None
         self._notes: NoteWriter | None = None

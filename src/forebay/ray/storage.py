@@ -159,6 +159,7 @@ class RayStorage(Storage):
         self._store_id = await self._call("open", args, str | None, changing=True, objects=objects)
 
     async def close(self, owner: str) -> None:
+        self._not_due.clear()  # what it held comes back, and may have grown too old meanwhile
         try:
             async with asyncio.timeout(_CLOSE_S):
                 await self._call("close", owner, None, changing=True)
@@ -173,6 +174,7 @@ class RayStorage(Storage):
 
     async def reap(self) -> Reaped:
         returned, next_s = await self._call("reap", None, tuple[dict[str, int], float | None], changing=True)
+        self._not_due.clear()
         return Reaped(returned, next_s)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
@@ -301,6 +303,7 @@ class RayStorage(Storage):
                 group = row.group if self.keeps_references else await resolve_group(row.group)
                 heads[task_name].append(RowHead(row.record, *parcel.add_group(group)))
         await self._call("undo_rows", (_claim_body(claim), heads), None, changing=True, parcel=parcel)
+        self._not_due.clear()
         self._tell(claimed)
 
     async def fail(self, reasons: Mapping[int, str]) -> dict[str, int]:
@@ -310,10 +313,13 @@ class RayStorage(Storage):
 
     async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None = None) -> None:
         await self._call("settle", (lease_id, list(uids), event, reason), None, changing=True)
+        if event is Event.NACKED:
+            self._not_due.clear()  # what comes back may have grown too old meanwhile
         self._tell(self._tasks)
 
     async def release(self, owner: str) -> dict[str, int]:
         released: dict[str, int] = await self._call("release", owner, dict[str, int], changing=True)
+        self._not_due.clear()
         self._tell(released)
         return released
 

@@ -1,0 +1,269 @@
+"""Tasks over several actors: exact per task, batches granted on all or on none, checkpoints between any numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from forebay import BufferLost, LostLease, ReplayBuffer, ReplayBufferConfig, Status, WaitTimeout
+from forebay.ray import RayReplayBuffer
+from forebay.ray.actor import actor_name
+from forebay.ray.operations import UID_BITS
+from forebay.ray.shards import shard_of, shard_url
+from tests.ray import children
+from tests.ray.children import connected, eventually, fill, hosted, ids, is_whole
+from tests.ray.conftest import LocalCluster
+from tests.support import closed_ledger
+
+COMPLETED = Status.COMPLETED
+NewName = Callable[[], str]
+NAME = "test-shards-shared"
+SHARDS = 3
+
+
+def tasks_of(prefix: str, shards: int = SHARDS) -> list[str]:
+    """A task for each shard, in the order of the shards."""
+    found: dict[int, str] = {}
+    number = 0
+    while len(found) < shards:
+        name = f"{prefix}-{number}"
+        found.setdefault(shard_of(name, shards), name)
+        number += 1
+    return [found[shard] for shard in range(shards)]
+
+
+@pytest.fixture(scope="module")
+def shared(cluster: LocalCluster) -> Iterator[str]:
+    """A buffer over three actors for the tests of this file, each with tasks of its own."""
+    RayReplayBuffer.create(NAME, ReplayBufferConfig(lease_s=60), shards=SHARDS)
+    yield NAME
+    RayReplayBuffer.destroy(NAME)
+
+
+@pytest.fixture
+async def buffer(shared: str) -> AsyncIterator[RayReplayBuffer]:
+    async with connected(shared) as buffer:
+        yield buffer
+
+
+async def _waits_at(name: str, shard: int, n: int) -> bool:
+    actor = children.host_of(actor_name(name, shard))
+    waits = actor.__ray_call__.remote(lambda actor: len(actor._host._waits))
+    return bool(await asyncio.wrap_future(waits.future()) == n)
+
+
+def test_a_task_has_one_shard_for_ever() -> None:
+    assert [shard_of(name, 4) for name in ("math", "code", "", "\ud800", "Ä")] == [1, 0, 0, 0, 3]
+    here = Path("runs/a.db").absolute()  # a worker has another directory
+    assert shard_url("sqlite:///runs/a.db", 0) == f"sqlite:///{here}"
+    assert shard_url("sqlite:////runs/a.db", 2) == "sqlite:////runs/a.db.shard2"
+    assert shard_url("postgresql://h/d", 1) == "postgresql://h/d#forebay_shard1"
+    assert shard_url("postgresql://h/d#mine", 1) == "postgresql://h/d#mine_shard1"
+    assert shard_url("memory", 3) == "memory"
+
+
+async def test_looking_and_changing_reach_every_shard(shared: str, buffer: RayReplayBuffer) -> None:
+    names = tasks_of("look")
+    for number, name in enumerate(names):
+        assert await fill(buffer, number + 1, name) == list(range(number + 1))
+    async with connected(shared) as other:
+        assert await other.count_statuses(names, [COMPLETED]) == {
+            name: {COMPLETED: number + 1} for number, name in enumerate(names)
+        }
+        records = await other.query({"task_name": {"$in": names}})
+        assert [record.uid >> UID_BITS for record in records] == [0, 1, 1, 2, 2, 2]
+        assert [record.uid for record in await other.query({"task_name": {"$in": names}}, limit=2)] == [
+            record.uid for record in records[:2]
+        ]
+        assert await other.set_priority({record.uid: 2.5 for record in records} | {10**15: 1.0}) == 6
+        assert {record.priority for record in await other.query({"task_name": {"$in": names}})} == {2.5}
+        for record in records:
+            group = await other.read(record.uid)
+            assert group is not None
+            assert (group[0].task_name, group[0].group_id) == (record.task_name, record.group_id)
+            assert is_whole(group)
+        assert await other.read(10**15) is None
+        assert await other.discard({"task_name": {"$in": names}, "group_id": 0}, "first ones") == 3
+        for number, name in enumerate(names):
+            line = {"issued": number + 1, "buffered": number, "discarded": 1}
+            assert await closed_ledger(other, name) == {key: n for key, n in line.items() if n}
+        assert {name: reasons for name, reasons in (await other.reasons()).items() if name in names} == {
+            name: {"first ones": 1} for name in names
+        }
+        groups, counts = await other.take_batch(dict.fromkeys(names, 5))
+        assert {name: len(groups[name]) for name in names} == dict(zip(names, (0, 1, 2), strict=True))
+        assert counts is not None
+
+
+async def test_g05_a_lease_over_several_actors_is_granted_on_all_or_on_none(buffer: RayReplayBuffer) -> None:
+    names = tasks_of("whole")
+    for name in names[:2]:
+        await fill(buffer, 2, name)
+    with pytest.raises(WaitTimeout, match=names[2]):
+        await buffer.lease_batch(dict.fromkeys(names, 1), train_step=1, timeout_s=0.1)
+    for name in names[:2]:
+        assert await closed_ledger(buffer, name) == {"issued": 2, "buffered": 2}
+    leasing = asyncio.create_task(buffer.lease_batch(dict.fromkeys(names, 2), train_step=1)._granted())
+    await eventually(lambda: _waits_at(NAME, 2, 1))  # it waits there, and does not try again and again
+    await fill(buffer, 1, names[2])
+    await fill(buffer, 1, names[2])
+    lease = await leasing
+    assert {name: ids(groups) for name, groups in lease.groups_by_task.items()} == {name: [0, 1] for name in names}
+    await lease.reject(lease.groups_by_task[names[1]][:1], "no use")
+    await lease.ack()
+    assert await closed_ledger(buffer, names[1]) == {"issued": 2, "trained": 1, "discarded": 1}
+    assert await closed_ledger(buffer, names[2]) == {"issued": 2, "trained": 2}
+    for shard in range(SHARDS):
+        await eventually(lambda shard=shard: _waits_at(NAME, shard, 0))  # type: ignore[misc]
+
+
+async def test_g05_trainers_that_compete_over_shards_neither_deadlock_nor_hold_parts(
+    shared: str, buffer: RayReplayBuffer
+) -> None:
+    """Each wants another mixture; in the end everything was trained on once, and no part was ever left held."""
+    names = tasks_of("compete")
+    choice = random.Random(5)
+    rounds = 30
+    trained: list[tuple[str, int]] = []
+
+    async def produce() -> None:
+        for _ in range(rounds):
+            for name in choice.sample(names, len(names)):
+                await fill(buffer, 1, name)
+
+    async def train(client: ReplayBuffer, wants: list[dict[str, int]], own: random.Random) -> None:
+        for step, want in enumerate(wants, 1):
+            lease = await client.lease_batch(want, train_step=step, timeout_s=60)
+            assert {name: len(groups) for name, groups in lease.groups_by_task.items()} == want
+            if own.random() < 0.2:  # give it back, and take another
+                await lease.nack()
+                lease = await client.lease_batch(want, train_step=step, timeout_s=60)
+            trained.extend((name, i) for name, groups in lease.groups_by_task.items() for i in ids(groups))
+            await lease.ack()
+
+    async with connected(shared) as other:
+        # Together they want everything: {a, b, c} and then pairs that cross.
+        mine = [dict.fromkeys(names, 1)] * (rounds // 3)
+        pairs = [(0, 1), (1, 2), (2, 0)]
+        theirs = [{names[one]: 1, names[two]: 1} for _ in range(rounds // 3) for one, two in pairs]
+        await asyncio.gather(
+            produce(), train(buffer, mine, random.Random(1)), train(other, theirs[::-1], random.Random(2))
+        )
+    assert len(trained) == len(set(trained)) == rounds * len(names)
+    for name in names:
+        assert await closed_ledger(buffer, name) == {"issued": rounds, "trained": rounds}
+
+
+async def test_g03_a_cancel_in_the_middle_of_a_lease_over_shards_leaves_nothing_held(buffer: RayReplayBuffer) -> None:
+    names = tasks_of("cancel")
+    choice = random.Random(11)
+    for name in names:
+        await fill(buffer, 2, name)
+    for _ in range(40):
+        leasing = asyncio.create_task(buffer.lease_batch(dict.fromkeys(names, 2), train_step=1)._granted())
+        for _ in range(choice.randint(0, 12)):
+            await asyncio.sleep(choice.choice((0, 0, 0.0005, 0.001)))
+        leasing.cancel()
+        (result,) = await asyncio.gather(leasing, return_exceptions=True)
+        if not isinstance(result, BaseException):
+            await result.nack()
+    for name in names:
+        assert await closed_ledger(buffer, name) == {"issued": 2, "buffered": 2}
+
+
+async def test_g05_a_lease_that_was_lost_on_one_shard_is_settled_on_none(buffer: RayReplayBuffer) -> None:
+    names = tasks_of("fence")
+    for name in names:
+        await fill(buffer, 1, name)
+    lease = await buffer.lease_batch(dict.fromkeys(names, 1), train_step=1)
+    uid = (await buffer.query({"task_name": names[1]}))[0].uid
+    await buffer.storage.fail({uid: "gone"})
+    with pytest.raises(LostLease):
+        await lease.ack()
+    assert await closed_ledger(buffer, names[0]) == {"issued": 1, "leased": 1}
+
+
+async def test_a_checkpoint_goes_from_any_number_of_shards_to_any_other(
+    cluster: LocalCluster, new_name: NewName, tmp_path: Path
+) -> None:
+    names = [*tasks_of("save"), *tasks_of("save", 4)]
+    names = sorted(set(names))
+    expected: dict[str, Any] = {}
+
+    async def check(buffer: ReplayBuffer) -> None:
+        found = {name: await closed_ledger(buffer, name) for name in names}
+        assert found == expected
+        for name in names:
+            records = await buffer.query({"task_name": name, "status": "completed"})
+            assert sorted(record.group_id for record in records) == [1, 2]
+            for record in records:
+                group = await buffer.read(record.uid)
+                assert group is not None
+                assert is_whole(group)
+            assert (await buffer.position(name))[0] == 4
+
+    async with hosted(new_name(), shards=3) as three:
+        for name in names:
+            await fill(three, 3, name)
+            await children.drawn(three, 1, name)
+        await three.discard({"group_id": 0}, "first")
+        await three.save(tmp_path / "three")
+        # What was in flight is to be generated again.
+        expected.update({name: {"issued": 4, "buffered": 3, "discarded": 1} for name in names})
+    async with hosted(new_name()) as one:
+        await one.resume(tmp_path / "three")
+        await check(one)
+        await one.save(tmp_path / "one")
+    async with ReplayBuffer() as local:
+        await local.resume(tmp_path / "one")
+        await check(local)
+        await local.save(tmp_path / "local")
+    async with hosted(new_name(), shards=4) as four:
+        await four.resume(tmp_path / "local")
+        await check(four)
+        assert {record.uid >> UID_BITS for record in await four.query({"group_id": 1})} == {
+            shard_of(name, 4) for name in names
+        }
+        # It goes on: new uids and ids, and everything can be had.
+        assert await fill(four, 1, names[0]) == [4]
+        assert len(await four.redraw(5, names[0])) == 1
+        async with four.lease_batch(dict.fromkeys(names, 2), train_step=1) as lease:
+            assert all(sorted(ids(groups)) == [1, 2] for groups in lease.groups_by_task.values())
+        await four.save(tmp_path / "four")
+    async with ReplayBuffer() as local:
+        await local.resume(tmp_path / "four")
+        assert (await closed_ledger(local, names[0]))["trained"] == 2
+
+
+async def test_g01_when_one_of_the_actors_is_lost_the_tasks_of_the_others_go_on(
+    cluster: LocalCluster, new_name: NewName
+) -> None:
+    name = new_name()
+    first, second = tasks_of("lost", 2)
+    async with hosted(name, ReplayBufferConfig(lease_s=1), shards=2) as buffer:
+        await fill(buffer, 2, first)
+        await fill(buffer, 3, second)
+        lease = await buffer.lease_batch({second: 1}, train_step=1)
+        children.kill_host(name)  # the first one, for which it beats first
+        with pytest.raises(BufferLost) as caught:
+            await buffer.position(first)
+        assert caught.value.lost == {first: 2}
+        with pytest.raises(BufferLost):
+            await buffer.lease_batch({first: 1, second: 1}, train_step=1)
+        await asyncio.sleep(1.5)  # longer than a lease lasts without a beat
+        await lease.ack()
+        assert await closed_ledger(buffer, first) == {"issued": 2, "discarded": 2}
+        assert await closed_ledger(buffer, second) == {"issued": 3, "buffered": 2, "trained": 1}
+        with pytest.raises(BufferLost):
+            await asyncio.to_thread(RayReplayBuffer.connect, name)
+        await asyncio.to_thread(RayReplayBuffer.destroy, name)
+        with pytest.raises(ValueError, match="look up actor"):
+            ray.get_actor(actor_name(name, 1), namespace="forebay")
+        async with hosted(name, shards=2) as again:
+            assert await again.ledger() == {}
