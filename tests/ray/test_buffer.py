@@ -252,7 +252,14 @@ async def test_g11_more_waits_than_places(shared: str, buffer: RayReplayBuffer) 
         return asyncio.create_task(buffer.lease_batch({"places": 1}, train_step=1, timeout_s=timeout_s)._granted())
 
     waiting = [wait() for _ in range(PLACES)]
-    await eventually(lambda: _waits_at(shared, PLACES))
+
+    async def all_wait() -> bool:
+        for task in waiting:
+            if task.done():
+                task.result()
+        return await _waits_at(shared, PLACES)
+
+    await eventually(all_wait)
     with pytest.raises(TooManyWaits, match=f"{PLACES} places"):
         await wait()
     assert not any(task.done() for task in waiting)

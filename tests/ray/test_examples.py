@@ -108,6 +108,7 @@ def place() -> Iterator[Place]:
 # --- ray_grpo -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_tiny_trainer_learns_on_ray_and_goes_on_where_it_was(place: Place, tmp_path: Path) -> None:
     command = ("-m", "ray_grpo.run", *SHORT, "--out", str(tmp_path / "run"))
     storage = ("--storage", f"sqlite:///{tmp_path}/buffer.db")
@@ -130,6 +131,7 @@ def test_the_tiny_trainer_learns_on_ray_and_goes_on_where_it_was(place: Place, t
     assert place.left() == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_trainer_with_a_checkpoint_and_leaves_no_process_and_no_file(
     place: Place, tmp_path: Path
 ) -> None:
@@ -163,6 +165,7 @@ def test_the_trainer_refuses_a_wrong_argument(
     assert problem in capsys.readouterr().err
 
 
+@pytest.mark.slow
 async def test_the_trainer_joins_a_cluster_and_keeps_its_buffer_if_told_to(
     place: Place, cluster: LocalCluster, new_name: Callable[[], str]
 ) -> None:
@@ -242,6 +245,7 @@ def test_each_rank_gets_its_trajectories_saves_them_and_goes_on_with_them(place:
     assert place.left() == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_ranks_and_leaves_no_process_and_no_file(place: Place) -> None:
     code, _, errors = place.interrupted("ray_trajectories.py", "--rounds", "100000", after="round   2")
     assert errors == "interrupted\n"

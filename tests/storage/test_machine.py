@@ -28,9 +28,9 @@ def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SortedKeys, "LOAD", 2)
 
 
-def _case(make_storage: Callable[[], Storage], policy: ReplayPolicy) -> type[unittest.TestCase]:
+def _case(make_storage: Callable[[], Storage], policy: ReplayPolicy, examples: int = 200) -> type[unittest.TestCase]:
     case: type[unittest.TestCase] = machine_for(make_storage, policy).TestCase
-    case.settings = RUNS  # type: ignore[attr-defined]
+    case.settings = settings(RUNS, max_examples=examples)  # type: ignore[attr-defined]
     return case
 
 
@@ -45,7 +45,7 @@ def _sqlite() -> Storage:
 
 TestMemoryInOrderOfArrival = _case(MemoryStorage, FIFOReplayPolicy())
 TestMemoryOldestFirst = _case(MemoryStorage, StalenessReplayPolicy())
-TestSQLiteInOrderOfArrival = _case(_sqlite, FIFOReplayPolicy())
-TestSQLiteOldestFirst = _case(_sqlite, StalenessReplayPolicy())
-TestPandasInOrderOfArrival = _case(PandasStorage, FIFOReplayPolicy())
-TestPandasOldestFirst = _case(PandasStorage, StalenessReplayPolicy())
+TestSQLiteInOrderOfArrival = _case(_sqlite, FIFOReplayPolicy(), 100)
+TestSQLiteOldestFirst = _case(_sqlite, StalenessReplayPolicy(), 100)
+TestPandasInOrderOfArrival = _case(PandasStorage, FIFOReplayPolicy(), 60)
+TestPandasOldestFirst = _case(PandasStorage, StalenessReplayPolicy(), 60)

@@ -1,7 +1,7 @@
 """What is known of a buffer when the actor that hosted it is gone: its ledger, noted where the cluster keeps its own.
 
 A host that has everything in memory writes down how its ledger stands after every change, in a thread of its own, so
-the note may be a few milliseconds older than the last answer; a client that saw a newer answer knows better (`Stand`).
+the note may be some 50 ms older than the last answer; a client that saw a newer answer knows better (`Stand`).
 When the actor is lost, its clients say from this how many groups were lost, and `ledger()` books them as discarded.
 """
 

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, TypeVar
 
 from msgspec.structs import replace
 
-from forebay.errors import ForebayError, InvalidInput, LostLease
+from forebay.errors import ForebayError, InvalidInput, LostLease, StorageError
 from forebay.ledger import Account, Event, LedgerLine, Place, Watermark
 from forebay.query import And, Compare, Member, Node
 from forebay.ray.operations import UID_BITS
@@ -418,9 +418,15 @@ class ShardedStorage(Storage):
         outcomes = await asyncio.gather(*restores, return_exceptions=True)
         if failure is not None:
             raise failure
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
+        refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        used = {shard_of(name, count) for name in accounts}
+        if refused and any(outcomes[index] is None for index in used):
+            raise StorageError(
+                f"{len(refused)} of {count} shards could not be restored, and others were ({refused[0]}); destroy the "
+                "buffer, create it again, and resume once more"
+            ) from refused[0]
+        if refused:
+            raise refused[0]
 
 
 async def _pass_on(
