@@ -71,6 +71,12 @@ class Verdict:
         if not value <= limit:
             self.missed.append(f"{what}: {value:.3g} {unit}, asked for at most {limit:g} {unit}")
 
+    def at_least(self, what: str, value: float, limit: float, unit: str) -> None:
+        self.checked += 1
+        self.figures[what] = {"value": value, "at_least": limit, "unit": unit}
+        if not value >= limit:
+            self.missed.append(f"{what}: {value:.3g} {unit}, asked for at least {limit:g} {unit}")
+
     def finish(self) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         machine = {"python": platform.python_version(), "system": platform.system(), "machine": platform.machine()}

@@ -41,13 +41,6 @@ RATE, SHARE_OF_STORE, SHARE_OF_FILE, HOLD_MS, REOPEN_S = 300.0, 70.0, 60.0, 20.0
 MB = 1e6
 
 
-def at_least(verdict: Verdict, what: str, value: float, limit: float, unit: str) -> None:
-    verdict.checked += 1
-    verdict.figures[what] = {"value": value, "at_least": limit, "unit": unit}
-    if not value >= limit:
-        verdict.missed.append(f"{what}: {value:.3g} {unit}, asked for at least {limit:g} {unit}")
-
-
 class Samples:
     """Groups with arrays (or lists) of their own for every sample; the arrays are made once."""
 
@@ -222,7 +215,7 @@ def show_duel(title: str, results: dict[str, tuple[float, float]], megabytes: fl
         share = 100 * plain / ours
         asked = "lease" not in name and "ack" not in name
         if asked:
-            at_least(verdict, f"{title}/{name}", share, SHARE_OF_STORE, "% of plain")
+            verdict.at_least(f"{title}/{name}", share, SHARE_OF_STORE, "% of plain")
         rows.append(
             [name, duration(ours), duration(plain), f"{1e6 / ours:,.0f}/s", f"{megabytes * 1e6 / ours:,.0f} MB/s",
              f"{share:.0f} %", f">= {SHARE_OF_STORE:.0f} %" if asked else "shown"]
@@ -378,9 +371,9 @@ async def checkpoints(directory: Path, groups: int, rounds: int, verdict: Verdic
         share = 100 * seconds["plain write"] / seconds["save"]
         asked = kind == "arrays"
         if asked:
-            at_least(verdict, "checkpoint/save", size / seconds["save"], RATE, "MB/s")
-            at_least(verdict, "checkpoint/save beside plain", share, SHARE_OF_FILE, "% of plain")
-            at_least(verdict, "checkpoint/resume", size / seconds["resume"], RATE, "MB/s")
+            verdict.at_least("checkpoint/save", size / seconds["save"], RATE, "MB/s")
+            verdict.at_least("checkpoint/save beside plain", share, SHARE_OF_FILE, "% of plain")
+            verdict.at_least("checkpoint/resume", size / seconds["resume"], RATE, "MB/s")
         limits = {"save": f">= {RATE:.0f} MB/s, {SHARE_OF_FILE:.0f} %", "resume": f">= {RATE:.0f} MB/s"}
         rows = [
             [name, duration(value * 1e6), f"{size / value:,.0f} MB/s", f"{share:.0f} %" if name == "save" else "",

@@ -62,13 +62,6 @@ def sample_bytes(prompt: int, response: int) -> int:
     return 8 * prompt + 12 * response
 
 
-def at_least(verdict: Verdict, what: str, value: float, limit: float, unit: str) -> None:
-    verdict.checked += 1
-    verdict.figures[what] = {"value": value, "at_least": limit, "unit": unit}
-    if not value >= limit:
-        verdict.missed.append(f"{what}: {value:.3g} {unit}, asked for at least {limit:g} {unit}")
-
-
 class Steps(NamedTuple):
     """Milliseconds of each step of an operation, all of its steps together, and the CPU time (0: not known)."""
 
@@ -204,7 +197,7 @@ def show_cycles(kind: str, names: list[str], found: list[Steps], verdict: Verdic
             value = theirs.total / steps.total
             ratio = f"{value:.2f}x"
             if kind == "cycle" and name == names[0]:
-                at_least(verdict, f"{kind}/{name}", value, CYCLE, "x the samples/s of TransferQueue")
+                verdict.at_least(f"{kind}/{name}", value, CYCLE, "x the samples/s of TransferQueue")
                 asked = f">= {CYCLE:g}x"
         cells = [f"{steps.of(step):.2f}" for step in ("put", "get", "read", "clear")]
         cpu = f"{steps.cpu:.1f} ms" if steps.cpu else ""
@@ -230,7 +223,7 @@ def singles(ours: Side, rival: Side | None, choice: Choice, settings: Settings, 
                 steps = ("get", "clear") if step == "get" else (step,)
                 theirs = others[0].of(*steps)
                 verdict.figures[f"single/{name}/TransferQueue/ms"] = {"value": theirs, "unit": "ms"}
-                at_least(verdict, f"single/{name}", theirs / mine.of(step), limit, "x as fast as TransferQueue")
+                verdict.at_least(f"single/{name}", theirs / mine.of(step), limit, "x as fast as TransferQueue")
                 alone = f"{others[0].of(step):.2f} ms" if step == "get" else ""
                 cells[2:] = [f"{theirs:.2f} ms", alone, f"{theirs / mine.of(step):.2f}x", f">= {limit:g}x"]
             rows.append(cells)

@@ -50,6 +50,9 @@ from forebay.storage.base import Storage
 from forebay.storage.memory import MemoryStorage
 
 __all__ = [
+    "IN_MEMORY",
+    "POLICIES",
+    "SQLITE_URL",
     "AsyncReplayBufferConfig",
     "ManagerConfig",
     "ReplayBufferConfig",
@@ -61,7 +64,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_POLICIES: dict[str, type[ReplayPolicy]] = {
+POLICIES: dict[str, type[ReplayPolicy]] = {
     "fifo": FIFOReplayPolicy,
     "staleness": StalenessReplayPolicy,
     "priority": PriorityReplayPolicy,
@@ -69,7 +72,11 @@ _POLICIES: dict[str, type[ReplayPolicy]] = {
 }
 
 
-_SQLITE = "sqlite:///"
+SQLITE_URL = "sqlite:///"
+"""How the URL of a store in a file begins."""
+
+IN_MEMORY = ("memory", "pandas")
+"""Storages that are gone with their process."""
 
 
 def build_storage(url: str) -> Storage:
@@ -86,10 +93,10 @@ def build_storage(url: str) -> Storage:
         except ModuleNotFoundError as missing:
             raise InvalidConfig("storage 'pandas' needs pandas: pip install 'forebay[pandas]'") from missing
         return PandasStorage()
-    if isinstance(url, str) and url.startswith(_SQLITE) and len(url) > len(_SQLITE):
+    if isinstance(url, str) and url.startswith(SQLITE_URL) and len(url) > len(SQLITE_URL):
         from forebay.storage.sqlite import SQLiteStorage
 
-        return SQLiteStorage(url.removeprefix(_SQLITE))
+        return SQLiteStorage(url.removeprefix(SQLITE_URL))
     if isinstance(url, str) and url.startswith(("postgresql://", "postgres://")):
         try:
             from forebay.storage.postgres import PostgresStorage
@@ -144,8 +151,8 @@ class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_field
     keep_trained: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, str) or self.policy not in _POLICIES:
-            raise InvalidConfig(f"unknown policy {self.policy!r}; expected one of {', '.join(_POLICIES)}")
+        if not isinstance(self.policy, str) or self.policy not in POLICIES:
+            raise InvalidConfig(f"unknown policy {self.policy!r}; expected one of {', '.join(POLICIES)}")
         build_storage(self.storage)
         # The rest is checked by the buffer, which costs nothing until it is used.
         ReplayBuffer(
@@ -154,7 +161,7 @@ class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_field
 
     def build(self) -> ReplayBuffer:
         return ReplayBuffer(
-            _POLICIES[self.policy](),
+            POLICIES[self.policy](),
             build_storage(self.storage),
             max_groups=self.max_groups,
             max_bytes=self.max_bytes,

@@ -16,6 +16,7 @@ import numpy as np
 
 from forebay.checks import check_group
 from forebay.errors import InvalidGroup, InvalidInput, InvalidRecord
+from forebay.references import FIELDS
 from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn
 
 __all__ = ["ToRolloutState", "Tokenize", "build_prompt", "independent"]
@@ -138,7 +139,7 @@ def independent(state: RolloutState) -> RolloutState:
         column = getattr(state, name)
         if column is not None:
             setattr(state, name, column.copy() if type(column) is list else _copy(column))
-    for name in _NESTED:
+    for name in FIELDS:
         value = getattr(state, name)
         if value is not None:
             setattr(state, name, _copy(value))
@@ -146,18 +147,6 @@ def independent(state: RolloutState) -> RolloutState:
 
 
 _COLUMNS = ("prompt_ids", "tokens", "response_ids", "logprobs", "response_mask", "input_ids", "labels")
-_NESTED = (
-    "message",
-    "data_source",
-    "reward_model",
-    "mm_info",
-    "tools",
-    "tool_choice",
-    "tool_calls",
-    "routed_experts",
-    "reward",
-    "extra_fields",
-)
 
 
 def _copy(value: Any) -> Any:

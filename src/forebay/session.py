@@ -21,11 +21,11 @@ from forebay.storage.base import Ready, Reaped, Settings, Storage
 from forebay.threads import in_thread
 from forebay.waiting import Changes, Deadline, Heartbeat, Waits
 
-__all__ = ["Session"]
+__all__ = ["SHARED_LEASE_S", "Session"]
 
 T = TypeVar("T")
 
-_SHARED_LEASE_S = 60.0
+SHARED_LEASE_S = 60.0
 _NONE_REAPED = Reaped({}, None)
 
 
@@ -37,7 +37,7 @@ class Session:
     ) -> None:
         self.storage = storage
         self.settings = settings
-        self.lease_s = _SHARED_LEASE_S if lease_s is None and storage.shared else lease_s
+        self.lease_s = SHARED_LEASE_S if lease_s is None and storage.shared else lease_s
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.waits = Waits()
         self.closed = False
@@ -130,7 +130,7 @@ class Session:
             return  # asking costs a round trip there
         reaped = await self.storage.reap()
         wait_s = self.lease_s if reaped.next_s is None else reaped.next_s
-        self._reap_at = now + (_SHARED_LEASE_S if wait_s is None else wait_s) / 2
+        self._reap_at = now + (SHARED_LEASE_S if wait_s is None else wait_s) / 2
 
     # --- waiting --------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import msgspec
 import ray
 
 import forebay
-from forebay.config import build_storage
+from forebay.config import IN_MEMORY, build_storage
 from forebay.errors import ForebayError
 from forebay.ray import packing, wire
 from forebay.ray.frames import FrameStorage
@@ -28,14 +28,11 @@ from forebay.ray.runner import Inline, InThread, Runner
 from forebay.ray.wire import Message, Payload
 from forebay.storage.base import Storage
 
-__all__ = ["IN_MEMORY", "NAMESPACE", "SPARE_THREADS", "BufferActor", "actor_name"]
+__all__ = ["NAMESPACE", "SPARE_THREADS", "BufferActor", "actor_name"]
 
 log = logging.getLogger(__name__)
 
 NAMESPACE = "forebay"
-
-IN_MEMORY = ("memory", "pandas")
-"""Storages that are gone with their process."""
 
 _LONGEST_WAIT_S = 300.0
 

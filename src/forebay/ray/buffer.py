@@ -23,22 +23,16 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
-from forebay.config import ReplayBufferConfig
+from forebay.config import IN_MEMORY, POLICIES, SQLITE_URL, ReplayBufferConfig
 from forebay.errors import BufferLost, ForebayError, InvalidConfig, NameTaken, NoSuchBuffer, StorageUnavailable
-from forebay.policy import (
-    FIFOReplayPolicy,
-    FreshestReplayPolicy,
-    Order,
-    PriorityReplayPolicy,
-    ReplayPolicy,
-    StalenessReplayPolicy,
-)
+from forebay.policy import Order, ReplayPolicy
 from forebay.ray import notes, wire
-from forebay.ray.actor import IN_MEMORY, NAMESPACE, SPARE_THREADS, BufferActor, actor_name
+from forebay.ray.actor import NAMESPACE, SPARE_THREADS, BufferActor, actor_name
 from forebay.ray.link import Link, check_cluster, find_host
 from forebay.ray.operations import HostSpec
 from forebay.ray.shards import MAX_SHARDS, ShardedStorage, shard_url
 from forebay.ray.storage import RayStorage
+from forebay.session import SHARED_LEASE_S
 from forebay.storage.base import Settings, Storage
 
 __all__ = ["RayReplayBuffer"]
@@ -46,16 +40,12 @@ __all__ = ["RayReplayBuffer"]
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_LEASE_S = 60.0
 _STOP_S = 10.0
 """How long `destroy` waits for a host to close its storage: then it is ended all the same."""
 _DURABLE_THREADS = 16
 """Operations at once on a durable storage: they share their syncs. In memory, one after the other is fastest."""
 
-_POLICIES: dict[str, type[ReplayPolicy]] = {
-    policy.__name__: policy
-    for policy in (FIFOReplayPolicy, StalenessReplayPolicy, FreshestReplayPolicy, PriorityReplayPolicy)
-}
+_POLICIES = {policy.__name__: policy for policy in POLICIES.values()}
 
 
 class HostedPolicy(ReplayPolicy):
@@ -129,7 +119,7 @@ class RayReplayBuffer(ReplayBuffer):
             config.max_groups,
             config.max_bytes,
             config.keep_trained,
-            _LEASE_S if config.lease_s is None else config.lease_s,
+            SHARED_LEASE_S if config.lease_s is None else config.lease_s,
         )
         started: list[Any] = []
         try:
@@ -219,7 +209,7 @@ def _start(
             "signs": 2,
         },
     }
-    if config.storage.startswith("sqlite"):
+    if config.storage.startswith(SQLITE_URL):
         # The file is on this node's disk: an actor that came up elsewhere would find nothing.
         node_id = ray.get_runtime_context().get_node_id()
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)

@@ -20,8 +20,15 @@ import ray
 from ray import exceptions
 
 import forebay
-from forebay.errors import BufferLost, ForebayError, NoCluster, NoSuchBuffer, StorageUnavailable, VersionMismatch
-from forebay.errors import StorageError as HostError
+from forebay.errors import (
+    BufferLost,
+    ForebayError,
+    NoCluster,
+    NoSuchBuffer,
+    StorageError,
+    StorageUnavailable,
+    VersionMismatch,
+)
 from forebay.ray import notes, packing, wire
 from forebay.ray.actor import NAMESPACE, actor_name
 from forebay.ray.wire import Answer, Hello, PackedFrames, Parcel
@@ -263,7 +270,7 @@ class Link:
         """What an error of Ray means here."""
         name = self.hello.name
         if isinstance(error, exceptions.RayTaskError):
-            return HostError(f"the host of buffer {name!r} failed: {_short(error)}")
+            return StorageError(f"the host of buffer {name!r} failed: {_short(error)}")
         if isinstance(error, exceptions.ActorUnavailableError):
             return StorageUnavailable(
                 f"the host of buffer {name!r} cannot be reached just now ({_short(error)}); try again"

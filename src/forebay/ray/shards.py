@@ -25,6 +25,7 @@ from typing import Any, ClassVar, TypeVar
 
 from msgspec.structs import replace
 
+from forebay.config import IN_MEMORY, SQLITE_URL
 from forebay.errors import ForebayError, InvalidInput, LostLease, StorageError
 from forebay.ledger import Account, Event, LedgerLine, Place, Watermark
 from forebay.query import And, Compare, Member, Node
@@ -56,7 +57,6 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 MAX_SHARDS = 128
-_SQLITE = "sqlite:///"
 _RESTORED_UIDS = 1 << 36
 """Uids that a restored checkpoint may use on a shard; new groups are numbered after them."""
 _QUEUE_ROWS = 64
@@ -72,10 +72,10 @@ def shard_url(url: str, shard: int) -> str:
 
     Paths are those of the process that asks: an actor has another working directory.
     """
-    if url.startswith(_SQLITE):
-        url = f"{_SQLITE}{Path(url.removeprefix(_SQLITE)).absolute()}"
+    if url.startswith(SQLITE_URL):
+        url = f"{SQLITE_URL}{Path(url.removeprefix(SQLITE_URL)).absolute()}"
         return url if shard == 0 else f"{url}.shard{shard}"
-    if shard == 0 or url in ("memory", "pandas"):
+    if shard == 0 or url in IN_MEMORY:
         return url
     dsn, _, name = url.partition("#")
     return f"{dsn}#{name or 'forebay'}_shard{shard}"

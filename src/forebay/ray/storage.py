@@ -101,7 +101,7 @@ class RayStorage(Storage):
             return self._learn(await self._link.call(op, body, **carried), tasks).read(kind)
         sequence, future = self._link.begin(op, body, changing=True, **carried)
         try:
-            _, cancelled = await self._seen_through(sequence, future)
+            cancelled = await self._seen_through(sequence, future)
         finally:
             self._link.seen(sequence)
         if cancelled is not None:
@@ -109,10 +109,8 @@ class RayStorage(Storage):
             raise cancelled
         return self._learn(await self._link.finish(future), tasks).read(kind)
 
-    async def _seen_through(
-        self, sequence: int, future: asyncio.Future[wire.Message]
-    ) -> tuple[asyncio.Future[wire.Message], asyncio.CancelledError | None]:
-        """A call that is at its end, and the cancel that arrived meanwhile; a host that is away ends our patience."""
+    async def _seen_through(self, sequence: int, future: asyncio.Future[wire.Message]) -> asyncio.CancelledError | None:
+        """Wait for the end of a call; the cancel that arrived meanwhile. A host that is away ends our patience."""
         try:
             await self._link.answered(future)
         except asyncio.CancelledError as cancelled:
@@ -120,8 +118,8 @@ class RayStorage(Storage):
             await see_through(patience)
             if not future.done():
                 log.warning("call_left_behind buffer=%s sequence=%d", self._link.hello.name, sequence)
-            return future, cancelled
-        return future, None
+            return cancelled
+        return None
 
     def _learn(self, reply: Reply, tasks: Iterable[str] = ()) -> Reply:
         """Take up what an answer says of the storage, or raise the error that it is."""
@@ -232,7 +230,7 @@ class RayStorage(Storage):
             expected_bytes = self._group_bytes * sum(claim.wants.values())
             sequence, future = self._link.begin("claim", body, changing=True, expected_bytes=expected_bytes)
             try:
-                _, cancelled = await self._seen_through(sequence, future)
+                cancelled = await self._seen_through(sequence, future)
                 if cancelled is not None:
                     await self._undo_unseen(sequence, claim, future)
                     raise cancelled
