@@ -89,10 +89,13 @@ class CompletionServer:
     active: int = 0
     most_active: int = 0
     go: asyncio.Event = field(default_factory=asyncio.Event)
+    start: float | None = 1.5  # of its process, which it publishes; another one is another process
+    asked: list[str] = field(default_factory=list)  # about itself
 
     _server: asyncio.Server | None = None
     _handlers: set[asyncio.Task[None]] = field(default_factory=set)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _asking: set[asyncio.StreamWriter] = field(default_factory=set)
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
@@ -126,7 +129,6 @@ class CompletionServer:
         handler = asyncio.current_task()
         assert handler is not None
         self._handlers.add(handler)
-        self.connections += 1
         try:
             with contextlib.suppress(*_ENDINGS):
                 while await self._exchange(reader, writer):
@@ -140,9 +142,17 @@ class CompletionServer:
     async def _exchange(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """Answer one request; whether the connection can be used for another."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        assert head[0] == "POST /v1/completions HTTP/1.1", head[0]
+        method, path, _ = head[0].split()
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
-        request = Received(json.loads(await reader.readexactly(int(headers["content-length"]))), headers)
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        if (method, path) != ("POST", "/v1/completions"):
+            self.asked.append(f"{method} {path}")
+            status, answer = await self.control(method, path, json.loads(body) if body else None)
+            writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(answer)}\r\n\r\n".encode() + answer)
+            await writer.drain()
+            return True
+        self.connections += not self._counted(writer)
+        request = Received(json.loads(body), headers)
         script = self.scripts.popleft() if self.scripts else self.usual
         self.received.append(request)
         self.active += 1
@@ -194,6 +204,22 @@ class CompletionServer:
             writer.write(b"20\r\ndata: half a li")
             return False
         return True
+
+    def _counted(self, writer: asyncio.StreamWriter) -> bool:
+        """Whether a connection was counted before: those that only ask about the server are not."""
+        known = writer in self._asking
+        self._asking.add(writer)
+        return known
+
+    async def control(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        """What is answered to anything but a completion: status and body."""
+        if (method, path) == ("GET", "/metrics") and self.start is not None:
+            return 200, (
+                f"process_start_time_seconds {self.start}\n"
+                f'vllm:num_requests_running{{engine="0"}} {self.active:.1f}\n'
+                'vllm:num_requests_waiting{engine="0"} 0.0\n'
+            ).encode()
+        return 404, b"{}"
 
     # --- answers --------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ async def test_a_cancel_waits_for_all_members_and_leaves_what_there_is_in_the_li
         await task
     assert now() == 4
     assert sorted(id for id in ended if id is not None) == [22, 23]
-    assert statuses(group) == [Status.COMPLETED, Status.INIT, Status.INIT]
+    assert statuses(group) == [Status.COMPLETED, Status.ABORTED, Status.ABORTED]
     assert [state.response_ids for state in group[1:]] == [[4, 5], [4, 5]]
 
 

@@ -322,7 +322,7 @@ def test_an_archived_group_without_its_payload_stays_trained(store: Path) -> Non
 
 def test_a_payload_that_only_a_newer_forebay_reads_is_left_alone(store: Path) -> None:
     frame = bytearray(encode_group(make_group()))
-    frame[4] = 3
+    frame[4] = 9
     frame[20:24] = crc32(frame[24:], crc32(frame[:20])).to_bytes(4, "little")
     alter(store, "UPDATE payloads SET frame = ? WHERE uid = 4", values=(bytes(frame),))
     code, findings, fixed = look(store, "--fix")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from forebay import AgentLoop, ReplayBuffer, RolloutState, Status, Timeouts, TooManyFailures, group_bytes
-from forebay.produce.members import collect, is_finished, new_tokens, prepare, settle_tries
+from forebay.produce.members import collect, is_answered, new_tokens, prepare, settle_tries, untrusted_responses
 from tests.test_strategy import (
     TASK,
     Counted,
@@ -85,23 +85,76 @@ def test_text_without_tokens_is_not_kept_without_partial_rollout() -> None:
     assert kept.response is None
 
 
-def test_a_finished_member_waits_to_be_judged_only() -> None:
-    waiting = issued(1, status=Status.ABORTED, response_ids=[5], finish_reason="length")
+def test_an_unjudged_member_waits_to_be_judged_only() -> None:
+    waiting = issued(1, status=Status.ABORTED, response_ids=[5], unjudged=True)
+    assert is_answered(waiting[0])
     (kept,), (working,) = prepare(waiting, partial=False)
     assert (kept.status, working.status) == (Status.COMPLETED, Status.COMPLETED)
-    assert kept.response_ids == [5]
-    assert is_finished(kept)
+    assert (kept.response_ids, kept.unjudged) == ([5], False)
 
 
-def test_whole_answers_are_taken_and_share_their_prompt_again() -> None:
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("reason", ["stop", "length", "tool_calls", None])
+def test_g13_a_finish_reason_never_completes_a_member_that_was_stopped(reason: str | None, partial: bool) -> None:
+    def stopped() -> list[RolloutState]:
+        return issued(1, status=Status.ABORTED, response_ids=[5], version_spans=((1, 1),), finish_reason=reason)
+
+    assert not is_answered(stopped()[0])
+    (kept,), (working,) = prepare(stopped(), partial=partial)
+    assert (kept.status, working.status) == (Status.INIT, Status.INIT)
+    assert working.response_ids == ([5] if partial else None)
+    (prompt,) = issued(1)
+    (member,) = collect([prompt], stopped(), partial=partial)
+    assert member.status is Status.ABORTED
+    assert member.response_ids == ([5] if partial else None)
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("status", [Status.INIT, Status.EXPIRED])
+def test_g13_a_response_that_nobody_generated_is_dropped(status: Status, partial: bool) -> None:
+    brought = issued(1, status=status, response_ids=[5], response="gold", finish_reason="stop")
+    assert untrusted_responses(brought) == 1
+    (kept,), (working,) = prepare(brought, partial=partial)
+    assert (kept.status, working.response_ids, working.response) == (Status.INIT, None, None)
+
+
+def test_g13_segments_of_one_rollout_start_again_together() -> None:
+    first, second = issued(1)[0], issued(1)[0]
+    first.status, first.response_ids = Status.COMPLETED, [1]
+    second.status, second.response_ids, second.segment = Status.ABORTED, [2], 1
+    (kept,), (working,) = prepare([second, first], partial=True)
+    assert (kept.status, working.response_ids, kept.segment) == (Status.INIT, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"response_ids": []}, Status.FAILED),
+        ({"response_ids": np.zeros(0, np.int64), "response": ""}, Status.FAILED),
+        ({}, Status.FAILED),
+        ({"response_ids": [1, 2], "response_mask": [1]}, Status.FAILED),
+        ({"response_ids": [1, 2], "logprobs": [-0.5]}, Status.FAILED),
+        ({"response": ""}, Status.COMPLETED),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, Status.COMPLETED),
+        ({"response_ids": [1]}, Status.COMPLETED),
+    ],
+)
+def test_g13_what_cannot_be_trained_on_is_failed(fields: dict[str, Any], status: Status) -> None:
+    prompts = issued(2)
+    answers = prepare(prompts, partial=False)[1]
+    for state in answers:
+        state.status, state.response_ids = Status.COMPLETED, [7]
+    answers[1].response_ids = None
+    for name, value in fields.items():
+        setattr(answers[1], name, value)
+    members = collect(prompts, answers, partial=False)
+    assert statuses(members) == [Status.COMPLETED, status]
+
+
+def test_whole_answers_are_taken() -> None:
     prompts = issued()
     members = collect(prompts, answered(prompts), partial=False)
     assert statuses(members) == [Status.COMPLETED] * 3
-    assert all(state.message is members[0].message for state in members)
-    assert all(state.prompt_ids is members[0].prompt_ids for state in members)
-    shared = group_bytes(members)
-    members[1].message = [dict(turn) for turn in members[1].message]
-    assert group_bytes(members) > shared
 
 
 Spoil = Callable[[list[RolloutState]], Any]
@@ -217,16 +270,6 @@ def test_stopped_members_keep_their_tokens_only_with_partial_rollout() -> None:
         assert (member.status, member.response_ids) == (Status.ABORTED, tokens)
 
 
-@pytest.mark.parametrize("partial", [True, False])
-def test_an_answer_that_was_done_when_it_was_stopped_is_done(partial: bool) -> None:
-    """Without partial rollout it was thrown away, and generated again."""
-    prompts = issued(1)
-    (state,) = answered(prompts)
-    state.status = Status.ABORTED
-    (member,) = collect(prompts, [state], partial=partial)
-    assert (member.status, member.response_ids) == (Status.COMPLETED, [0, 1, 2])
-
-
 def test_versions_in_front_are_kept_when_the_loop_builds_its_answer_anew() -> None:
     """Its old tokens were stamped with the new weights, and looked younger than they were."""
     prompts = issued(2, response_ids=[7, 8], version_spans=((1, 2),), status=Status.ABORTED)
@@ -244,6 +287,7 @@ def test_a_sample_that_the_loop_built_anew_keeps_its_prompt() -> None:
     """When it expired there was nothing to generate it again from."""
     prompts = issued(1, extra_fields={"gold": "4"}, reward_model={"style": "rule"}, data_source="gsm8k")
     anew = RolloutState(message=[{"role": "user"}], rollout_id=21, extra_fields={"turns": 3}, status=Status.COMPLETED)
+    anew.response = "4"
     (member,) = collect(prompts, [anew], partial=False)
     assert member.prompt_ids == [1, 2]
     assert (member.reward_model, member.data_source) == ({"style": "rule"}, "gsm8k")

@@ -38,7 +38,7 @@ def matches(query: dict[str, Any], row: Record, train_step: int | None = None) -
 
 _FIELDS = (
     "uid, timestamp_id, task_name, status, place, staleness, oldest_step, newest_step, group_id, samples, tokens, "
-    "bytes, num_tries, deliveries, reward, priority, created_at, tags.<name>"
+    "bytes, num_tries, unjudged, deliveries, reward, priority, created_at, tags.<name>"
 )
 _OPERATORS = "$eq, $ne, $gt, $gte, $lt, $lte, $in, $not_in, $between"
 

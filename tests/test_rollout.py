@@ -85,7 +85,7 @@ def test_a_group_without_members_has_no_status() -> None:
         group_status([])
 
 
-@pytest.mark.parametrize("reason", ["stop", "length", "tool_calls", "STOP"])
+@pytest.mark.parametrize("reason", ["stop", "length", "STOP"])
 def test_an_engine_that_finished_made_a_completed_sample(reason: str) -> None:
     assert finish_status(reason) is Status.COMPLETED
 
@@ -94,7 +94,7 @@ def test_an_engine_that_was_stopped_made_an_aborted_sample() -> None:
     assert finish_status("abort") is Status.ABORTED
 
 
-@pytest.mark.parametrize("reason", ["content_filter", "error", "", None])
+@pytest.mark.parametrize("reason", ["content_filter", "error", "tool_calls", "", None])
 def test_any_other_finish_reason_is_a_failure(reason: str | None) -> None:
     assert finish_status(reason) is Status.FAILED
 
@@ -152,6 +152,8 @@ GONE: dict[str, Any] = {
     "error_msg": "timeout",
     "seq_staleness": 7,
     "segment": 2,
+    "unjudged": True,
+    "loop_state": {"turn": 2},
 }
 KEPT: dict[str, Any] = {
     "task_name": "math",
@@ -174,7 +176,7 @@ KEPT: dict[str, Any] = {
 
 
 def test_every_field_of_a_sample_either_stays_or_goes_at_a_reset() -> None:
-    assert {*GONE, *KEPT, "tokens"} == set(RolloutState.__struct_fields__)
+    assert {*GONE, *KEPT, "tokens", "issued"} == set(RolloutState.__struct_fields__)
 
 
 def test_a_reset_sample_has_its_prompt_and_nothing_of_its_response() -> None:

@@ -14,6 +14,10 @@ A group with references (see `references`) is a frame of version 2: its head has
 third part, each once, and extension 3 is an index into them. Extension 4 is an index into the references that travel
 beside the frame, for whoever can carry them. Values hold no references.
 
+A group of which an agent loop changed the prompt (see `issued`) is a frame of version 3: as version 2, with a fourth
+part that has for each member None, or the index of a sample and a difference. Samples behind the members are prompts as
+issued; such a member has the fields of its prompt with the difference applied.
+
 Lists stay lists, arrays stay arrays, tuples tuples. A value of any other type is UnsupportedPayload, with its path.
 """
 
@@ -32,7 +36,8 @@ from msgspec.msgpack import Decoder, Encoder, Ext
 
 from forebay.checks import check_group
 from forebay.dtypes import BFLOAT16, CODE_OF, DTYPES, bfloat16_dtype
-from forebay.errors import DamagedData, InvalidGroup, UnreadableData, UnsupportedPayload
+from forebay.errors import DamagedData, InvalidGroup, InvalidInput, UnreadableData, UnsupportedPayload
+from forebay.issued import apply_difference, difference
 from forebay.ledger import Account
 from forebay.payload import COLUMNS, LEAVES, check_types, same_prompt
 from forebay.record import Record
@@ -53,7 +58,7 @@ __all__ = [
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _MAGIC = b"FBG1"
-_VERSION, _WITH_REFERENCES = 1, 2
+_VERSION, _WITH_REFERENCES, _WITH_CHANGES = 1, 2, 3
 _START = struct.Struct("<4sB3xIQ")
 _HEADER = struct.Struct("<4sB3xIQI")
 _ALIGNMENT = 16
@@ -88,12 +93,22 @@ class _HeadWithValues(msgspec.Struct, array_like=True, gc=False):
     values: list[Any] | None
 
 
+class _HeadWithChanges(msgspec.Struct, array_like=True, gc=False):
+    """As it is written. `changes` are those of the members; the samples behind them are prompts as issued."""
+
+    prompts: list[int]
+    samples: list[RolloutState]
+    values: list[Any] | None
+    changes: list[tuple[int, Any] | None]
+
+
 class _RawHead(msgspec.Struct, array_like=True, gc=False):
-    """The same as it is read: the values first, because the samples refer to them."""
+    """The same as it is read: the values first, because the samples and changes refer to them."""
 
     prompts: list[int]
     samples: msgspec.Raw
     values: msgspec.Raw
+    changes: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
 # --- write --------------------------------------------------------------------------------------------
@@ -120,6 +135,9 @@ def encode_parts(
     arrays = _ArrayWriter(references)
     prompts: list[int] = []
     samples: list[RolloutState] = []
+    changes: list[tuple[int, Any] | None] = []
+    if any(state.issued is not None for state in group):
+        group, changes = _apart(group, arrays)
     for index, state in enumerate(group):
         # Members share the prompt of the first, or (another prompt further on) that of their neighbour.
         sources = {0, prompts[-1]} if prompts else ()
@@ -136,10 +154,12 @@ def encode_parts(
             if plain is not value:
                 setattr(written, name, plain)
         samples.append(written)
-    version = _WITH_REFERENCES if arrays.refers else _VERSION
+    version = _WITH_CHANGES if changes else _WITH_REFERENCES if arrays.refers else _VERSION
     try:
         if version == _VERSION:
             head = arrays.encode(_Head(prompts, samples))
+        elif version == _WITH_CHANGES:
+            head = arrays.encode(_HeadWithChanges(prompts, samples, arrays.values or None, changes))
         else:
             head = arrays.encode(_HeadWithValues(prompts, samples, arrays.values or None))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -153,6 +173,37 @@ def encode_parts(
         for part in body:
             crc = crc32(part, crc)
     return [start, crc.to_bytes(4, "little"), head, *body]
+
+
+def _apart(
+    group: Sequence[RolloutState], arrays: _ArrayWriter
+) -> tuple[list[RolloutState], list[tuple[int, Any] | None]]:
+    """Members without the fields of their prompts, the prompts as issued behind them, and what each member changed."""
+    issued: dict[int, int] = {}
+    members: list[RolloutState] = []
+    prompts: list[RolloutState] = []
+    changes: list[tuple[int, Any] | None] = []
+    for index, state in enumerate(group):
+        prompt = state.issued
+        if prompt is None:
+            members.append(state)
+            changes.append(None)
+            continue
+        if id(prompt) not in issued:
+            issued[id(prompt)] = len(group) + len(prompts)
+            prompts.append(prompt)
+        check_types(state, index)
+        changed = {
+            name: [arrays.plain(part, f"$[{index}].{name}", 0) for part in parts]
+            for name, parts in difference(state, prompt).items()
+        }
+        changes.append((issued[id(prompt)], changed))
+        member = state.__copy__()
+        member.message, member.extra_fields, member.issued = [], {}, None
+        member.prompt_ids = member.mm_info = member.reward_model = member.data_source = None
+        member.tools = member.tool_choice = member.session_id = member.sample_params = None
+        members.append(member)
+    return members + prompts, changes
 
 
 class _ArrayWriter:
@@ -345,10 +396,12 @@ def decode_group(frame: Buffer, references: Sequence[Any] | None = None, *, chec
     head, body, version = _split(view, checksum)
     _reading.body, _reading.depth = body, 0
     try:
-        content = _group_decoder.decode(head) if version == _VERSION else _read_head(head, references)
-        group = _with_prompts(content)
+        if version == _VERSION:
+            group = _with_prompts(_group_decoder.decode(head))
+        else:
+            group = _read_head(head, references, version)
         check_group(group, group[0].task_name or "")
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, InvalidGroup, OverflowError) as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, InvalidInput, OverflowError) as error:
         raise DamagedData(f"a group frame of {len(view)} bytes cannot be read: {error}") from None
     finally:
         _reading.body = memoryview(b"")
@@ -356,7 +409,7 @@ def decode_group(frame: Buffer, references: Sequence[Any] | None = None, *, chec
     return group
 
 
-def _read_head(head: memoryview, references: Sequence[Any] | None) -> _Head:
+def _read_head(head: memoryview, references: Sequence[Any] | None, version: int) -> Group:
     raw = _raw_head_decoder.decode(head)
     # Several arrays may lie on the same bytes, but putting them back copies each: bounded as a group is.
     _reading.value_bytes = 0
@@ -365,7 +418,21 @@ def _read_head(head: memoryview, references: Sequence[Any] | None) -> _Head:
     if len(values) > _MAX_VALUES:
         raise InvalidGroup(f"{len(values)} references; expected at most {_MAX_VALUES}")
     _reading.values, _reading.beside, _reading.depth = put_back(values) if values else values, references, 0
-    return _Head(raw.prompts, _samples_decoder.decode(raw.samples))
+    samples = _with_prompts(_Head(raw.prompts, _samples_decoder.decode(raw.samples)))
+    if version != _WITH_CHANGES:
+        return samples
+    changes = _changes_decoder.decode(raw.changes)
+    members = len(changes)
+    for state, change in zip(samples, changes, strict=False):
+        if change is not None:
+            source, changed = change
+            if not members <= source < len(samples):
+                raise InvalidGroup(f"a prompt as issued at {source}, outside of {members} to {len(samples) - 1}")
+            apply_difference(state, samples[source], changed)
+            check_types(state, source)
+    if not 1 <= members <= len(samples):
+        raise InvalidGroup(f"changes of {members} members among {len(samples)} samples")
+    return samples[:members]
 
 
 def _split(view: memoryview, checksum: bool) -> tuple[memoryview, memoryview, int]:
@@ -379,9 +446,9 @@ def _split(view: memoryview, checksum: bool) -> tuple[memoryview, memoryview, in
         raise DamagedData(f"a group frame says that it has {expected} bytes; there are {len(view)}")
     if checksum and crc32(view[_HEADER.size :], crc32(view[: _START.size])) != crc:
         raise DamagedData(f"the checksum of a group frame of {len(view)} bytes does not match: it was altered")
-    if version not in (_VERSION, _WITH_REFERENCES) or bytes(view[5:8]) != b"\0\0\0":
+    if not _VERSION <= version <= _WITH_CHANGES or bytes(view[5:8]) != b"\0\0\0":
         raise UnreadableData(
-            f"a group frame of version {version}; this Forebay reads versions {_VERSION} and {_WITH_REFERENCES}: use a "
+            f"a group frame of version {version}; this Forebay reads versions {_VERSION} to {_WITH_CHANGES}: use a "
             "newer Forebay"
         )
     # The padding between them belongs to neither.
@@ -394,6 +461,8 @@ def _with_prompts(content: _Head) -> Group:
     if not 1 <= len(samples) <= _MAX_SAMPLES or len(prompts) != len(samples):
         raise InvalidGroup(f"{len(samples)} samples with {len(prompts)} prompts; expected as many, and at least one")
     for index, source in enumerate(prompts):
+        if samples[index].issued is not None:
+            raise InvalidGroup(f"sample {index} has a sample inside")
         if source == index:
             continue
         if not 0 <= source < index or prompts[source] != source:
@@ -475,6 +544,7 @@ _value_decoder = Decoder(ext_hook=_read_extension)
 _raw_head_decoder = Decoder(_RawHead)
 _samples_decoder = Decoder(list[RolloutState], ext_hook=_read_extension)
 _values_decoder = Decoder(list[Any] | None, ext_hook=_read_extension)
+_changes_decoder = Decoder(list[tuple[int, dict[str, list[Any]]] | None], ext_hook=_read_extension)
 
 
 # --- records and accounts -----------------------------------------------------------------------------

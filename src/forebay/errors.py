@@ -24,6 +24,7 @@
     │   └── TooManyWaits               more calls wait at one host than it has places for
     ├── ReferenceLost                  a sample refers to a value that is gone: its owner died
     ├── EngineError                    an inference server answered wrongly, or not at all
+    │   └── EngineRestarted            it may have lost the weights that it was given; push them again
     ├── ProduceError                   producing cannot go on; carries the last cause
     │   ├── TooManyFailures            so many groups in a row failed, without one success
     │   ├── TooManyRejections          so many groups in a row were filtered, without one success
@@ -49,6 +50,7 @@ __all__ = [
     "DamagedData",
     "DuplicateGroup",
     "EngineError",
+    "EngineRestarted",
     "ForebayError",
     "InvalidConfig",
     "InvalidDataset",
@@ -188,6 +190,10 @@ class ReferenceLost(ForebayError):
 
 class EngineError(ForebayError):
     """An inference server answered with an error, with something that is no answer, or not at all."""
+
+
+class EngineRestarted(EngineError):
+    """An inference server is not known to have the current weights. Nothing was lost: push the weights again."""
 
 
 class ProduceError(ForebayError):

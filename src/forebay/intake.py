@@ -1,8 +1,9 @@
 """The door of the buffer: how the samples that a caller hands in become an arrival for the storage.
 
-Checked, stamped with versions, judged for age, described, in this order. The samples change hands here: the buffer
-keeps the very objects (their arrays become read-only), because copying eight of them for every group would cost
-more than all the rest. A group that is refused keeps its content; at the most it was stamped.
+Checked, compared with the prompt as issued, stamped with versions, judged for age, described, in this order. The
+samples change hands here: the buffer keeps the very objects (their arrays become read-only), because copying eight of
+them for every group would cost more than all the rest. A group that is refused keeps its content; at the most it was
+stamped.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 
 from forebay.checks import check_group
 from forebay.errors import InvalidInput
+from forebay.issued import settle_changes
 from forebay.record import Tags, describe
 from forebay.rollout import Group, RolloutState, Status, VersionSpans, freeze_arrays, group_status, versioned_tokens
 from forebay.staleness import EXPIRABLE, Limits, check_versions, expire_members, sample_staleness, stamp
@@ -32,6 +34,8 @@ def admit(
     """The arrival of one group, or InvalidGroup that says what is wrong with it."""
     group_id, attempt = check_group(items, task_name)
     group = tuple(items)
+    for state in group:
+        settle_changes(state)
     if model_step is not None:
         _stamp(group, model_step)
     stale = False

@@ -16,7 +16,7 @@ from forebay.checks import whole_number
 from forebay.errors import BufferClosed, InvalidConfig, LostLease
 from forebay.lease import Lease
 from forebay.ledger import Event, Place
-from forebay.record import present
+from forebay.record import present, separate_extra_fields
 from forebay.rollout import RolloutState, Status
 from forebay.session import Session
 from forebay.staleness import apply_token_mask, sample_staleness
@@ -127,7 +127,11 @@ class Outlet:
                 if copied % _SLICE_GROUPS == 0 and train_step is not None:
                     await asyncio.sleep(0)
                 # What was taken for good is ours alone; everything else stays in the storage, and is copied.
-                group = list(row.group) if row.record.place is Place.BUFFERED else present(row)
+                if row.record.place is Place.BUFFERED:
+                    group = list(row.group)
+                    separate_extra_fields(group)
+                else:
+                    group = present(row)
                 if row.record.status is Status.COMPLETED:
                     if train_step is not None:
                         for state in group:

@@ -9,7 +9,7 @@ import numpy as np
 
 from forebay.errors import UnsupportedPayload
 from forebay.references import FIELDS, Resolved
-from forebay.rollout import PROMPT_FIELDS, RolloutState, SampleParams
+from forebay.rollout import PROMPT_FIELDS, RolloutState, SampleParams, shares_prompt
 
 __all__ = ["COLUMNS", "LEAVES", "check_types", "same_prompt"]
 
@@ -31,6 +31,8 @@ _FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "reward": (dict, _NONE),
     "error_msg": (str, _NONE),
     "extra_fields": (dict,),
+    "loop_state": (dict, _NONE),
+    "unjudged": (bool,),
 }
 _NUMBERS = frozenset((int, float, bool))
 
@@ -85,17 +87,7 @@ def _check_fields(state: RolloutState, index: int) -> None:
 
 
 def same_prompt(one: RolloutState, other: RolloutState) -> bool:
-    if (
-        one.message is other.message
-        and one.prompt_ids is other.prompt_ids
-        and one.mm_info is other.mm_info
-        and one.reward_model is other.reward_model
-        and one.data_source is other.data_source
-        and one.tools is other.tools
-        and one.tool_choice is other.tool_choice
-    ):
-        return True
-    return all(_same(getattr(one, name), getattr(other, name)) for name in PROMPT_FIELDS)
+    return shares_prompt(one, other) or all(_same(getattr(one, name), getattr(other, name)) for name in PROMPT_FIELDS)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -17,9 +17,9 @@ import numpy as np
 from forebay.checks import check_group
 from forebay.errors import InvalidGroup, InvalidInput, InvalidRecord
 from forebay.references import FIELDS
-from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn
+from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn, lacks_tokens, reset_response
 
-__all__ = ["ToRolloutState", "Tokenize", "build_prompt", "independent"]
+__all__ = ["ToRolloutState", "Tokenize", "as_answer", "build_prompt", "independent", "without_response"]
 
 ToRolloutState: TypeAlias = Callable[[Any], "RolloutState | Mapping[str, Any]"]
 Tokenize: TypeAlias = Callable[[RolloutState], TokenColumn]
@@ -37,7 +37,7 @@ _FIELDS = ("prompt_ids", "data_source", "reward_model", "mm_info", "tools", "too
 def build_prompt(
     record: Any, index: int, to_rollout_state: ToRolloutState | None, tokenize: Tokenize | None
 ) -> RolloutState:
-    """The prompt that a record makes, ready to be issued; InvalidRecord says what is wrong with it."""
+    """The prompt that a record makes, with a response if it brings one; InvalidRecord says what is wrong with it."""
     try:
         if to_rollout_state is not None:
             record = to_rollout_state(record)
@@ -52,8 +52,8 @@ def build_prompt(
         independent(state)  # the data set's own objects are not the buffer's to keep
         if state.tokens is None and state.prompt_ids is not None:
             state.tokens = state.prompt_ids
-        state.task_name = state.group_id = state.rollout_id = state.attempt = None
-        state.status, state.num_tries, state.segment = Status.INIT, 0, 0
+        state.task_name = state.group_id = state.rollout_id = state.attempt = state.issued = None
+        state.status, state.num_tries, state.segment, state.unjudged = Status.INIT, 0, 0, False
         check_group([state], "")
     except InvalidRecord:
         raise
@@ -62,6 +62,21 @@ def build_prompt(
     except Exception as error:
         raise InvalidRecord(index, f"cannot be mapped: {type(error).__name__}: {error}") from error
     return state
+
+
+def without_response(prompt: RolloutState) -> RolloutState:
+    """The bare prompt of a record that brings a response along."""
+    bare = reset_response(prompt)
+    bare.tokens = bare.prompt_ids
+    return bare
+
+
+def as_answer(prompt: RolloutState, index: int) -> RolloutState:
+    """A record whose response is the answer; InvalidRecord if that has no token."""
+    if lacks_tokens(prompt):
+        raise InvalidRecord(index, "brings a response without a token; expected at least one, or no response")
+    prompt.status = Status.COMPLETED
+    return prompt
 
 
 def _from_mapping(record: Any) -> RolloutState:

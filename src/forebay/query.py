@@ -99,6 +99,7 @@ _FIELDS: dict[str, tuple[str, bool]] = {  # kind, may be null
     "tokens": (_WHOLE, False),
     "bytes": (_WHOLE, False),
     "num_tries": (_WHOLE, False),
+    "unjudged": (_WHOLE, False),
     "deliveries": (_WHOLE, False),
     "reward": (_FLOAT, True),
     "priority": (_FLOAT, False),

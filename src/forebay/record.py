@@ -14,8 +14,18 @@ from typing import TypeAlias
 import msgspec
 
 from forebay.errors import InvalidInput
+from forebay.issued import remember_prompt
 from forebay.ledger import Place
-from forebay.rollout import Group, RolloutState, Status, group_bytes, group_reward, group_status, group_tokens
+from forebay.rollout import (
+    Group,
+    RolloutState,
+    Status,
+    carries_response,
+    group_bytes,
+    group_reward,
+    group_status,
+    group_tokens,
+)
 from forebay.staleness import Floors, group_newest_step, group_oldest_step, group_token_step
 
 __all__ = [
@@ -30,6 +40,7 @@ __all__ = [
     "is_fresh",
     "number_rollouts",
     "present",
+    "separate_extra_fields",
 ]
 
 Scalar: TypeAlias = str | int | float | bool | None
@@ -51,6 +62,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     newest_step: int | None
     token_step: int | None
     given_staleness: int
+    unjudged: int  # 1 if nothing is left to generate, but reward and filter are still to come; else 0
 
 
 class Record(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -71,6 +83,7 @@ class Record(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     newest_step: int | None
     token_step: int | None  # least over the members of the newest trainable step; see `staleness`
     given_staleness: int  # `seq_staleness` as handed in, of a group without versions
+    unjudged: int = 0  # see `Facts`
     created_at: float
     moved_at: float  # when it came to its place
     priority: float = 0.0
@@ -105,7 +118,13 @@ def describe(group: Sequence[RolloutState]) -> Facts:
         group_newest_step(group) if versioned else None,
         group_token_step(group) if versioned else None,
         0 if versioned else max([state.seq_staleness for state in group]),
+        _waits_for_judging(group),
     )
+
+
+def _waits_for_judging(group: Sequence[RolloutState]) -> int:
+    waiting = [state.unjudged for state in group if state.status is not Status.COMPLETED]
+    return int(bool(waiting) and all(waiting))
 
 
 def is_fresh(record: Record, floors: Floors | None) -> bool:
@@ -145,14 +164,24 @@ def present(row: Row) -> list[RolloutState]:
     if record.place is Place.IN_FLIGHT:
         for state in members:
             state.attempt = record.attempt
+        remember_prompt(members)
+    separate_extra_fields(members)
     if record.status is Status.ARCHIVED:
         for state in members:
             state.status = Status.ARCHIVED
     elif record.status is Status.ABORTED:
         for state in members:
-            if state.status is not Status.COMPLETED:
+            # One with a response has the status that decides what becomes of it.
+            if state.status is not Status.COMPLETED and not carries_response(state):
                 state.status = Status.ABORTED
     return members
+
+
+def separate_extra_fields(members: Sequence[RolloutState]) -> None:
+    """Siblings share their extra fields in the buffer; whoever gets them writes into them."""
+    for state in members:
+        if state.extra_fields:
+            state.extra_fields = state.extra_fields.copy()
 
 
 _MAX_TAGS = 64

@@ -48,6 +48,7 @@ FIELDS = (
     "routed_experts",
     "reward",
     "extra_fields",
+    "loop_state",
 )
 """The fields of a sample that hold data of the user's own, and therefore may hold references."""
 
@@ -119,11 +120,12 @@ def references_of(group: Sequence[RolloutState]) -> dict[Any, str]:
     found: dict[Any, str] = {}
     if _kinds:
         seen: set[int] = set()
-        for index, state in enumerate(group):
-            for name in FIELDS:
-                value = getattr(state, name)
-                if type(value) not in _LEAVES:
-                    _find(value, f"$[{index}].{name}", found, seen, 0)
+        for index, member in enumerate(group):
+            for state in (member,) if member.issued is None else (member, member.issued):
+                for name in FIELDS:
+                    value = getattr(state, name)
+                    if type(value) not in _LEAVES:
+                        _find(value, f"$[{index}].{name}", found, seen, 0)
     return found
 
 
@@ -207,18 +209,27 @@ def _find(value: Any, path: str, found: dict[Any, str], seen: set[int], depth: i
 def _replaced(group: Group, values: Mapping[Any, Any]) -> Group:
     """The members with what stands for their references: copies of those that had one. What they share stays shared."""
     made: dict[int, Any] = {}
-    members = []
-    for state in group:
-        changed = {}
-        for name in FIELDS:
-            value = getattr(state, name)
-            if type(value) not in _LEAVES and (new := _rebuilt(value, values, made)) is not value:
-                changed[name] = new
-        member = state.__copy__() if changed else state
-        for name, new in changed.items():
-            setattr(member, name, new)
-        members.append(member)
-    return tuple(members)
+    return tuple([_replaced_member(state, values, made) for state in group])
+
+
+def _replaced_member(state: RolloutState, values: Mapping[Any, Any], made: dict[int, Any]) -> RolloutState:
+    changed: dict[str, Any] = {}
+    for name in FIELDS:
+        value = getattr(state, name)
+        if type(value) not in _LEAVES and (new := _rebuilt(value, values, made)) is not value:
+            changed[name] = new
+    issued = state.issued
+    if issued is not None:
+        if id(issued) not in made:
+            made[id(issued)] = _replaced_member(issued, values, made)
+        if made[id(issued)] is not issued:
+            changed["issued"] = made[id(issued)]
+    if not changed:
+        return state
+    member = state.__copy__()
+    for name, new in changed.items():
+        setattr(member, name, new)
+    return member
 
 
 def _rebuilt(value: Any, values: Mapping[Any, Any], made: dict[int, Any]) -> Any:

@@ -22,6 +22,7 @@ from forebay.errors import InvalidGroup
 from forebay.references import REFERENCE_BYTES, Resolved, is_reference
 
 __all__ = [
+    "ISSUED_FIELDS",
     "PROMPT_FIELDS",
     "Group",
     "RolloutState",
@@ -29,13 +30,17 @@ __all__ = [
     "Status",
     "TokenColumn",
     "VersionSpans",
+    "carries_response",
+    "common_prefix",
     "finish_status",
     "freeze_arrays",
     "group_bytes",
     "group_reward",
     "group_status",
     "group_tokens",
+    "lacks_tokens",
     "reset_response",
+    "shares_prompt",
     "versioned_tokens",
 ]
 
@@ -123,9 +128,12 @@ class RolloutState(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
 
     # state
     status: Status = Status.INIT
+    unjudged: bool = False  # answered, but reward and filter are still to come; its status is ABORTED until then
     seq_staleness: int = 0
     error_msg: str | None = None
     extra_fields: dict[str, Any] = msgspec.field(default_factory=dict)
+    loop_state: dict[str, Any] | None = None  # what an agent loop needs to continue; reset together with the response
+    issued: RolloutState | None = None  # the prompt as issued, if it may have changed since; not yours to change
 
     if TYPE_CHECKING:
 
@@ -176,11 +184,13 @@ def group_status(group: Sequence[RolloutState]) -> Status:
 def finish_status(finish_reason: str | None) -> Status:
     """The status that an engine's finish reason stands for, whatever its case.
 
-    >>> [str(finish_status(reason)) for reason in ("stop", "LENGTH", "abort", "weird", None)]
+    "tool_calls" ends a turn, not a sample: whoever takes it for an ending says so with a status.
+
+    >>> [str(finish_status(reason)) for reason in ("stop", "LENGTH", "abort", "tool_calls", None)]
     ['completed', 'completed', 'aborted', 'failed', 'failed']
     """
     match (finish_reason or "").lower():
-        case "stop" | "length" | "tool_calls":
+        case "stop" | "length":
             return Status.COMPLETED
         case "abort":
             return Status.ABORTED
@@ -197,6 +207,23 @@ def versioned_tokens(state: RolloutState) -> int:
     if state.labels is not None:
         return len(state.labels)
     return 0
+
+
+def carries_response(state: RolloutState) -> bool:
+    """Whether a sample has anything of a response."""
+    return (
+        state.response_ids is not None
+        or state.response is not None
+        or state.input_ids is not None
+        or state.labels is not None
+    )
+
+
+def lacks_tokens(state: RolloutState) -> bool:
+    """Whether there is nothing to train on: no token, and neither a text without tokens nor an agent trace."""
+    if state.input_ids is not None or state.labels is not None:
+        return False
+    return state.response is None if state.response_ids is None else not len(state.response_ids)
 
 
 def group_tokens(group: Sequence[RolloutState]) -> int:
@@ -240,12 +267,18 @@ def _is_finite(value: object) -> bool:
 
 
 def reset_response(state: RolloutState) -> RolloutState:
-    """A copy with its prompt only, ready to be generated again; status and tries stay.
+    """A copy with the prompt as it was issued, ready to be generated again; identity, status and tries stay.
 
-    Message, prompt, multimodal input, ids and `extra_fields` stay; `tokens` becomes a copy of `prompt_ids`.
+    Everything that an agent loop added or changed is gone, `loop_state` included; `tokens` becomes a copy of
+    `prompt_ids`. Lists and dicts are shared with `state`.
     """
     fresh = state.__copy__()
-    prompt_ids = state.prompt_ids
+    issued = state.issued
+    if issued is not None:
+        for name in ISSUED_FIELDS:
+            setattr(fresh, name, getattr(issued, name))
+        fresh.issued = None
+    prompt_ids = fresh.prompt_ids
     fresh.tokens = None if prompt_ids is None else prompt_ids.copy()
     fresh.response = None
     fresh.response_ids = None
@@ -259,6 +292,8 @@ def reset_response(state: RolloutState) -> RolloutState:
     fresh.labels = None
     fresh.reward = None
     fresh.error_msg = None
+    fresh.unjudged = False
+    fresh.loop_state = None
     fresh.seq_staleness = 0
     fresh.segment = 0
     return fresh
@@ -284,13 +319,14 @@ def freeze_arrays(group: Sequence[RolloutState]) -> None:
 def group_bytes(group: Sequence[RolloutState]) -> int:
     """The size of a group: array buffers, 8 per list item or number, and text as UTF-8.
 
-    Prompt fields that members share (the same object) count once: the prompt is stored once for a group. So does the
-    value of a reference that was resolved; one that was not is small, whatever it refers to.
+    Prompt fields that members share (the same object) count once: the prompt is stored once for a group, and what an
+    agent loop changed of it counts as the difference. So does the value of a reference that was resolved; one that was
+    not is small, whatever it refers to.
     """
-    first = group[0]
     size = 0
     counted: set[Resolved] = set()
-    for index, state in enumerate(group):
+    prompts: list[RolloutState] = []  # as they were issued, each once
+    for state in group:
         for column in (state.response_ids, state.logprobs, state.response_mask, state.tokens):
             if column is not None:
                 size += 8 * len(column) if type(column) is list else column.nbytes  # type: ignore[union-attr]
@@ -304,30 +340,66 @@ def group_bytes(group: Sequence[RolloutState]) -> int:
         for value in (state.input_ids, state.labels, state.tool_calls, state.routed_experts, state.error_msg):
             if value is not None:
                 size += _value_bytes(value, counted)
-        if state.extra_fields:
-            size += _value_bytes(state.extra_fields, counted)
-        if state is first:
-            prompt = [getattr(state, name) for name in PROMPT_FIELDS]
-            size += sum([_value_bytes(value, counted) for value in prompt if value is not None])
-        elif not (
-            state.message is first.message
-            and state.prompt_ids is first.prompt_ids
-            and state.mm_info is first.mm_info
-            and state.reward_model is first.reward_model
-            and state.data_source is first.data_source
-            and state.tools is first.tools
-            and state.tool_choice is first.tool_choice
-        ):
+        if state.loop_state:
+            size += _value_bytes(state.loop_state, counted)
+        prompt = state
+        if state.issued is not None:
+            prompt = state.issued
+            size += _changed_bytes(state, prompt, counted)
+            if any(prompt is other for other in prompts):
+                continue
+        if prompt.extra_fields:
+            size += _value_bytes(prompt.extra_fields, counted)
+        if not prompts:
+            fields = [getattr(prompt, name) for name in PROMPT_FIELDS]
+            size += sum([_value_bytes(value, counted) for value in fields if value is not None])
+        elif not shares_prompt(prompt, prompts[0]):
             for name in PROMPT_FIELDS:
-                value = getattr(state, name)
-                earlier = [getattr(other, name) for other in group[:index]]
-                if not any(value is other for other in earlier):
+                value = getattr(prompt, name)
+                if not any(value is getattr(other, name) for other in prompts):
                     size += _value_bytes(value, counted)
+        prompts.append(prompt)
     return size
 
 
+def shares_prompt(one: RolloutState, other: RolloutState) -> bool:
+    """Whether two samples have the very same objects in their prompt fields."""
+    return (
+        one.message is other.message
+        and one.prompt_ids is other.prompt_ids
+        and one.mm_info is other.mm_info
+        and one.reward_model is other.reward_model
+        and one.data_source is other.data_source
+        and one.tools is other.tools
+        and one.tool_choice is other.tool_choice
+    )
+
+
 PROMPT_FIELDS = ("message", "prompt_ids", "mm_info", "reward_model", "data_source", "tools", "tool_choice")
+ISSUED_FIELDS = (*PROMPT_FIELDS, "session_id", "sample_params", "extra_fields")
+"""What a sample is issued with: a reset returns to it."""
 _SCORE_BYTES = len("score") + 8
+
+
+def _changed_bytes(state: RolloutState, issued: RolloutState, counted: set[Resolved]) -> int:
+    """The size of what differs from the prompt as issued; what did not change is the same object (`forebay.issued`)."""
+    size = 0
+    for name in ISSUED_FIELDS:
+        value, before = getattr(state, name), getattr(issued, name)
+        if value is before:
+            continue
+        if type(value) is type(before) is list:
+            value = value[common_prefix(value, before) :]
+        elif type(value) is type(before) is dict:
+            value = {key: item for key, item in value.items() if key not in before or item is not before[key]}
+        size += _value_bytes(value, counted)
+    return size
+
+
+def common_prefix(items: Sequence[Any], before: Sequence[Any]) -> int:
+    """How many items two sequences begin with that are the same objects."""
+    pairs = zip(items, before, strict=False)
+    return next((i for i, (item, old) in enumerate(pairs) if item is not old), min(len(items), len(before)))
 
 
 def _text_bytes(text: str) -> int:

@@ -30,10 +30,11 @@ from forebay.errors import (
     UnsupportedPayload,
     WaitTimeout,
 )
-from forebay.prompts import Tokenize, ToRolloutState, build_prompt, independent
+from forebay.issued import remember_prompt
+from forebay.prompts import Tokenize, ToRolloutState, as_answer, build_prompt, independent, without_response
 from forebay.record import number_rollouts
-from forebay.rollout import RolloutState, Status
-from forebay.threads import in_thread, see_through
+from forebay.rollout import RolloutState, Status, carries_response
+from forebay.threads import Turns, in_thread, see_through
 
 __all__ = ["RETRYABLE", "Sampler", "SamplerWithReplayBuffer"]
 
@@ -64,19 +65,6 @@ class _Drawn(NamedTuple):
     state: bytes | None
 
 
-class _Turns:
-    """A lock for whatever event loop runs: a sampler may outlive one, as a buffer may."""
-
-    def __init__(self) -> None:
-        self._lock: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
-
-    def __call__(self) -> asyncio.Lock:
-        loop = asyncio.get_running_loop()
-        if self._lock is None or self._lock[0] is not loop:
-            self._lock = (loop, asyncio.Lock())
-        return self._lock[1]
-
-
 class _Prompts:
     """The prompts of a data set by number, built and checked; the part that both samplers share."""
 
@@ -89,10 +77,13 @@ class _Prompts:
         to_rollout_state: ToRolloutState | None,
         tokenize: Tokenize | None,
         skip_bad_records: bool,
+        offline: bool,
     ) -> None:
         self.source: Source = open_source(dataset, seed=seed, shuffle=shuffle)
         self.repeat = whole_number("prompt_repeat_k", prompt_repeat_k, least=1)
         self.skip_bad_records = skip_bad_records
+        self.offline = bool(offline)
+        self.dropped_responses = 0
         self._to_rollout_state = to_rollout_state
         self._tokenize = tokenize
         # Functions of the user's own may take any time.
@@ -112,13 +103,28 @@ class _Prompts:
             for number in range(cursor, cursor + n):
                 try:
                     index, record = self.source.read(number)
-                    prompt = build_prompt(record, index, self._to_rollout_state, self._tokenize)
+                    prompt = self._trusted(build_prompt(record, index, self._to_rollout_state, self._tokenize), index)
                 except InvalidRecord as error:
                     index, prompt = error.index, self.failed(error)
                 indexes.append(index)
                 # Members share their prompt, which is stored once; whoever draws them gets lists of its own.
                 groups.append([prompt.__copy__() for _ in range(self.repeat)])
             return _Drawn(groups, indexes, self.source.state())
+
+    def _trusted(self, prompt: RolloutState, index: int) -> RolloutState:
+        """The prompt, without a response that nobody generated for it, unless that was asked for."""
+        if not carries_response(prompt):
+            return prompt
+        if self.offline:
+            return as_answer(prompt, index)
+        if not self.dropped_responses:
+            log.warning(
+                "responses_dropped index=%d: records bring responses along; they are dropped, and generated (give "
+                "offline=True to have them trained on as they are)",
+                index,
+            )
+        self.dropped_responses += 1
+        return without_response(prompt)
 
     def failed(self, error: InvalidRecord) -> RolloutState:
         """What stands for a record that makes no prompt; the error itself, unless it is to be skipped."""
@@ -139,6 +145,8 @@ class Sampler:
     `dataset`: a list, a data set (`__len__`, `__getitem__`), a loader (`__iter__`, best with `state_dict`), or the path
     of a JSONL file. `prompt_repeat_k` members per group. `to_rollout_state` maps a record of your own shape; `tokenize`
     fills `prompt_ids`. A record that makes no prompt is an error, or, with `skip_bad_records`, a group that failed.
+    A response that a record brings along is dropped and counted (`dropped_responses`), because nobody knows which
+    weights made it; `offline=True` takes it as the answer instead: it is judged, and trained on, and nothing generated.
     Give it to a strategy, and it draws through the strategy's buffer (`with_buffer`).
     """
 
@@ -152,15 +160,23 @@ class Sampler:
         to_rollout_state: ToRolloutState | None = None,
         tokenize: Tokenize | None = None,
         skip_bad_records: bool = False,
+        offline: bool = False,
     ) -> None:
-        self._prompts = _Prompts(dataset, prompt_repeat_k, seed, shuffle, to_rollout_state, tokenize, skip_bad_records)
+        self._prompts = _Prompts(
+            dataset, prompt_repeat_k, seed, shuffle, to_rollout_state, tokenize, skip_bad_records, offline
+        )
         self._cursors: dict[str, int] = {}
         self._state: bytes | None = None
-        self._turns = _Turns()
+        self._turns = Turns()
 
     def __len__(self) -> int:
         """Records of the data set."""
         return len(self._prompts.source)
+
+    @property
+    def dropped_responses(self) -> int:
+        """Records that brought a response along, which was dropped."""
+        return self._prompts.dropped_responses
 
     def with_buffer(self, replay_buffer: ReplayBuffer) -> SamplerWithReplayBuffer:
         """The same prompts, drawn through a buffer."""
@@ -182,6 +198,7 @@ class Sampler:
                     break
             else:
                 raise _nothing_but_bad(_MAX_BAD_IN_A_ROW, group)
+        remember_prompt(group)
         for state in group:
             state.task_name, state.group_id = task_name, cursor
             independent(state)
@@ -218,13 +235,16 @@ class SamplerWithReplayBuffer:
         to_rollout_state: ToRolloutState | None = None,
         tokenize: Tokenize | None = None,
         skip_bad_records: bool = False,
+        offline: bool = False,
     ) -> None:
-        self._prompts = _Prompts(dataset, prompt_repeat_k, seed, shuffle, to_rollout_state, tokenize, skip_bad_records)
+        self._prompts = _Prompts(
+            dataset, prompt_repeat_k, seed, shuffle, to_rollout_state, tokenize, skip_bad_records, offline
+        )
         self._bind(replay_buffer)
 
     def _bind(self, replay_buffer: ReplayBuffer) -> None:
         self.replay_buffer = replay_buffer
-        self._turns = _Turns()
+        self._turns = Turns()
         self._read_ahead: tuple[int, bytes | None, _Drawn] | None = None
         self._bad_in_a_row = 0
 
@@ -238,6 +258,11 @@ class SamplerWithReplayBuffer:
     def __len__(self) -> int:
         """Records of the data set."""
         return len(self._prompts.source)
+
+    @property
+    def dropped_responses(self) -> int:
+        """Records that brought a response along, which was dropped."""
+        return self._prompts.dropped_responses
 
     async def sample(self, task_name: str, statuses: Sequence[Status] = RETRYABLE) -> list[RolloutState]:
         """One group, in flight from now on; waits for room."""

@@ -11,9 +11,22 @@ import contextvars
 from collections.abc import Callable
 from typing import TypeVar
 
-__all__ = ["in_thread", "see_through"]
+__all__ = ["Turns", "in_thread", "see_through"]
 
 T = TypeVar("T")
+
+
+class Turns:
+    """A lock for whatever event loop runs: what it guards may outlive one."""
+
+    def __init__(self) -> None:
+        self._lock: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+
+    def __call__(self) -> asyncio.Lock:
+        loop = asyncio.get_running_loop()
+        if self._lock is None or self._lock[0] is not loop:
+            self._lock = (loop, asyncio.Lock())
+        return self._lock[1]
 
 
 async def see_through(future: asyncio.Future[T]) -> asyncio.CancelledError | None:

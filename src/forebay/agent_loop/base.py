@@ -9,6 +9,11 @@ What a loop promises
 - `pause` asks for an early end: members that are under way come back soon, as ABORTED with the tokens they have.
   Until `resume`, everything that arrives comes back at once, untouched. Both may be called again and again.
 - When `generate_group` is cancelled, whatever is in the list that it was given counts as what there is.
+- The status decides: a member is COMPLETED only if the loop says so when it returns. What a turn in between left in a
+  sample (a finish reason, or the status of a call to another loop) never makes an interrupted member complete.
+- Whatever a loop changes in a sample (`message`, `extra_fields`, ...) is kept with its tokens, and dropped with them:
+  a reset returns to the prompt as issued. What it needs to continue a partial rollout belongs in `loop_state`.
+- `idle` returns when the engine has stopped all requests of this loop: only then may it be given new weights.
 
 `AgentLoop` keeps all that for you if you write `generate` for one sample: members run concurrently, one that raises is
 FAILED and keeps none of its siblings from finishing, and a cancel waits for all of them.
@@ -22,7 +27,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from forebay.errors import InvalidGroup
+from forebay.errors import EngineRestarted, InvalidGroup
 from forebay.rollout import RolloutState, Status, reset_response
 
 __all__ = ["AgentLoop", "failed_member", "identify_member"]
@@ -52,43 +57,51 @@ class AgentLoop(ABC):
     async def generate_group(
         self, group: list[RolloutState], *, enable_partial_rollout: bool = False
     ) -> list[RolloutState]:
-        """Answer every member that is not COMPLETED, concurrently. See the top of this file."""
-        results: list[Sequence[RolloutState]] = [(state,) for state in group]
+        """Answer every member that is not COMPLETED, concurrently. See the top of this file.
+
+        While it runs, the list has only members that have ended: nobody mistakes one that runs for complete.
+        """
+        members = list(group)
+        results: list[Sequence[RolloutState]] = [(state,) for state in members]
         running: dict[asyncio.Task[Sequence[RolloutState]], int] = {}
-        for index, state in enumerate(group):
-            if state.status is Status.COMPLETED:
-                continue
-            if self.paused:
+        group.clear()
+        for index, state in enumerate(members):
+            if state.status is not Status.COMPLETED:
+                if not self.paused:
+                    member = self._generate_member(state, enable_partial_rollout)
+                    task = asyncio.create_task(member, name=f"rollout {state.rollout_id}")
+                    task.add_done_callback(lambda ended: None if _failed(ended) else group.extend(ended.result()))
+                    running[task] = index
+                    continue
                 state.status = Status.ABORTED
-                continue
-            member = self._generate_member(state, enable_partial_rollout)
-            running[asyncio.create_task(member, name=f"rollout {state.rollout_id}")] = index
+            group.append(state)
+        restarted: BaseException | None = None
         stopped = True
         try:
             if running:
                 await asyncio.wait(running)
             stopped = False
         finally:
-            # Only a cancel gets here with members under way; they end before we do.
+            # Only a cancel gets here with members that still run; they end before we do.
             for task in running:
                 task.cancel()
             if any(not task.done() for task in running):
                 await asyncio.wait(running)
             for task, index in running.items():
-                if not task.cancelled():
+                if not _failed(task):
                     results[index] = task.result()
-                elif not stopped:
-                    results[index] = (self._cancelled_member(group[index]),)
-            group[:] = [state for members in results for state in members]
+                    continue
+                state = members[index]
+                if task.cancelled() and not stopped and not self.paused:
+                    state = failed_member(state, "generate was cancelled from inside")
+                else:
+                    state.status = Status.ABORTED  # it never returned: whatever it says of itself, it is not complete
+                    restarted = restarted or (None if task.cancelled() else task.exception())
+                results[index] = (state,)
+            group[:] = [state for states in results for state in states]
+        if restarted is not None:
+            raise restarted
         return group
-
-    def _cancelled_member(self, state: RolloutState) -> RolloutState:
-        """A member that was cancelled though its group was not: a way to pause, or else a failure like any other."""
-        if not self.paused:
-            return failed_member(state, "generate was cancelled from inside")
-        if state.status is Status.INIT:
-            state.status = Status.ABORTED
-        return state
 
     async def _generate_member(self, state: RolloutState, enable_partial_rollout: bool) -> Sequence[RolloutState]:
         try:
@@ -100,6 +113,8 @@ class AgentLoop(ABC):
             numbered = len({member.segment for member in members}) == len(members)
             for segment, member in enumerate(members):
                 identify_member(member, state, member.segment if numbered else segment)
+        except EngineRestarted:
+            raise
         except Exception as error:
             log.warning("member_failed task=%s rollout=%s", state.task_name, state.rollout_id, exc_info=error)
             return (failed_member(state, f"{type(error).__name__}: {error}"),)
@@ -114,6 +129,18 @@ class AgentLoop(ABC):
     async def resume(self) -> None:
         """Generate again. Subclasses that start an engine extend this, and call it last."""
         self._pause_event().clear()
+
+    async def idle(self) -> None:
+        """Wait until the engine has stopped all requests of this loop; a pause is over only then.
+
+        A closed connection is not enough: a server computes on for a while, and new weights must not meet that. Nothing
+        to wait for unless a subclass says how: see `forebay.engines`.
+        """
+        return
+
+    async def weights_loaded(self, model_step: int) -> None:
+        """The engine was given the weights of this step; called before anything is generated with them."""
+        return
 
     @property
     def paused(self) -> bool:
@@ -132,6 +159,10 @@ class AgentLoop(ABC):
                 event.set()
             self._pause = (loop, event)
         return self._pause[1]
+
+
+def _failed(task: asyncio.Task[Sequence[RolloutState]]) -> bool:
+    return task.cancelled() or task.exception() is not None
 
 
 def identify_member(member: RolloutState, issued: RolloutState, segment: int) -> None:

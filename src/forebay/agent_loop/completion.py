@@ -12,6 +12,7 @@ while the server held text back to look for a stop text, those few characters ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import index
 from typing import Annotated, Any, NamedTuple, NoReturn
 
@@ -19,7 +20,8 @@ import msgspec
 import numpy as np
 
 from forebay.errors import InvalidInput
-from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn, finish_status, reset_response
+from forebay.prompts import independent
+from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn, VersionSpans, finish_status, reset_response
 
 __all__ = ["TRANSIENT_STATUSES", "Answer", "EventReader", "Interrupted", "Piece", "WrongAnswer", "merged", "read_piece"]
 
@@ -81,6 +83,7 @@ class Piece(NamedTuple):
     logprobs: list[float]
     text: str
     finish_reason: str | None
+    versions: VersionSpans = ()  # of all tokens of this answer so far, if the server says so
 
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -92,18 +95,29 @@ class _Logprobs(msgspec.Struct):
     token_logprobs: list[_Logprob | None] | None = None
 
 
+class _WeightVersion(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
 class _Choice(msgspec.Struct):
     text: str | None = None
     token_ids: list[_TokenId] | None = None
-    gen_tokens: list[_TokenId] | None = None  # LMDeploy's name for them
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
+    weight_versions: list[_WeightVersion] | None = None
+
+
+class _Metadata(msgspec.Struct):
+    weight_versions: list[_WeightVersion] | None = None
 
 
 class _Message(msgspec.Struct):
     choices: list[_Choice] | None = None
+    metadata: _Metadata | None = None
     error: Any = None
-    # Older vLLM, SGLang and LMDeploy write an error's fields without the outer "error".
+    # Older vLLM, and SGLang, write an error's fields without the outer "error".
     object: str | None = None
     code: Any = None
     message: Any = None
@@ -131,7 +145,7 @@ def read_piece(payload: bytes, *, begun: bool) -> Piece | None:
     choice = message.choices[0]
     text = choice.text or ""
     entries = choice.logprobs or _Logprobs()
-    ids = choice.token_ids if choice.token_ids is not None else choice.gen_tokens
+    ids = choice.token_ids
     if ids is None and (entries.tokens is not None or not text):
         ids = _ids_in_names(entries.tokens or [])
     if ids is None:
@@ -146,7 +160,21 @@ def read_piece(payload: bytes, *, begun: bool) -> Piece | None:
             f"{len(ids)} token ids with {len(logprobs)} logprobs in one chunk; the server must give one for each "
             "token (`logprobs: 1`)"
         )
-    return Piece(ids, logprobs, text, choice.finish_reason)
+    reported = choice.weight_versions or (message.metadata and message.metadata.weight_versions)
+    return Piece(ids, logprobs, text, choice.finish_reason, _spans(reported or ()))
+
+
+def _spans(reported: Sequence[_WeightVersion]) -> VersionSpans:
+    """Versions as a server reports them, if they are model steps and leave no gap; else none."""
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for part in reported:
+        if not (part.version.isascii() and part.version.isdigit() and len(part.version) < 19 and end == part.start):
+            return ()
+        end = part.end
+        if part.end > part.start:
+            spans.append((int(part.version), part.end - part.start))
+    return tuple(spans)
 
 
 def _ids_in_names(names: list[str]) -> list[int] | None:
@@ -201,7 +229,8 @@ class Answer:
             raise InvalidInput(f"max_tokens of {_name(state)} is {params.max_tokens}; expected at least 1")
         if not keep_tokens and (state.response_ids is not None or state.response is not None):
             # In place: when the group is cancelled, this very sample is what there is.
-            fresh = reset_response(state)
+            fresh = independent(reset_response(state))
+            fresh.issued = state.issued
             for name in state.__struct_fields__:
                 setattr(state, name, getattr(fresh, name))
         self.state = state
@@ -210,6 +239,10 @@ class Answer:
         self._prefix = 0 if state.response_ids is None else len(state.response_ids)
         self._ids: list[int] = []
         self._logprobs: list[float] = []
+        self._reported: VersionSpans = ()  # by the server, for what is not known yet
+        self._known = 0  # tokens of weights that are known; those behind them may still be taken back
+        self._known_texts = 0
+        self._versions: VersionSpans | None = state.version_spans  # None: some tokens came without
         # A text without its beginning would be wrong.
         self._texts: list[str] | None = None if self._prefix and state.response is None else []
         for name, column in (("logprobs", state.logprobs), ("response_mask", state.response_mask)):
@@ -236,6 +269,28 @@ class Answer:
         if self._texts is not None and piece.text:
             self._texts.append(piece.text)
         self.finish_reason = piece.finish_reason
+        if piece.versions:
+            self._reported = piece.versions
+
+    def settle(self, known: bool) -> None:
+        """Keep what came since the last call, or take it back: nobody knows which weights generated it."""
+        if not known:
+            del self._ids[self._known :], self._logprobs[self._known :]
+            if self._texts is not None:
+                del self._texts[self._known_texts :]
+            self.finish_reason = None
+        elif len(self._ids) > self._known:
+            self._take_versions(len(self._ids) - self._known)
+        self._reported = ()
+        self._known = len(self._ids)
+        self._known_texts = len(self._texts or ())
+
+    def _take_versions(self, tokens: int) -> None:
+        reported = sum(run for _, run in self._reported)
+        if self._versions is None or reported != tokens:
+            self._versions = None  # whoever stores the sample knows the weights
+        else:
+            self._versions += self._reported
 
     def settled(self) -> bool:
         """Whether there is nothing to ask for: it has ended, by the server's word or by its own last token."""
@@ -253,6 +308,9 @@ class Answer:
         prompt = [*_plain_ids(state, "prompt_ids"), *_plain_ids(state, "response_ids"), *self._ids]
         state.tokens = prompt if isinstance(state.prompt_ids, list) else np.array(prompt, dtype=np.int64)
         fields = msgspec.structs.asdict(params) | {"prompt": prompt}
+        if params.seed is not None:
+            # One seed for all members would make k equal answers, and advantages of zero.
+            fields["seed"] = (params.seed + (state.rollout_id or 0)) % 2**63
         if params.max_tokens is not None:
             fields["max_tokens"] = params.max_tokens - there
         if params.min_tokens is not None:
@@ -273,6 +331,8 @@ class Answer:
             mask = state.response_mask
             state.response_ids = _extended(state.response_ids, self._ids, np.dtype(np.int64))
             state.logprobs = _extended(state.logprobs, self._logprobs, np.dtype(np.float32))
+            if self._versions is not None and sum(run for _, run in self._versions) == len(state.response_ids):
+                state.response_model_steps = [step for step, run in self._versions for _ in range(run)]
             if mask is not None:
                 ones = [1] * len(self._ids)
                 state.response_mask = _extended(mask, ones, getattr(mask, "dtype", np.dtype(np.int64)))

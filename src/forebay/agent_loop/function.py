@@ -20,14 +20,29 @@ class FunctionAgentLoop(AgentLoop):
 
     The function fills the sample in (and returns None or the sample), or returns new ones. One that leaves the status
     at INIT has it read from `finish_reason`, or is COMPLETED if it has a response. `cancel_on_pause`: a pause cancels
-    calls under way, and what they wrote into their sample by then is kept; otherwise it waits for their end.
+    running calls, and what they wrote into their sample by then is kept as ABORTED; otherwise it waits for their end.
+    `idle`: an async function that returns when the engine has stopped our requests, like `VLLMControl(url).idle`.
     """
 
-    def __init__(self, function: Callable[[RolloutState], Awaitable[Answer]], *, cancel_on_pause: bool = True) -> None:
+    def __init__(
+        self,
+        function: Callable[[RolloutState], Awaitable[Answer]],
+        *,
+        cancel_on_pause: bool = True,
+        idle: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
         if not callable(function):
             raise InvalidConfig(f"FunctionAgentLoop got {function!r:.80}; expected an async function of one sample")
+        if idle is not None and not callable(idle):
+            raise InvalidConfig(f"idle is {idle!r:.80}; expected an async function, or None")
         self.function = function
         self.cancel_on_pause = cancel_on_pause
+        self._idle = idle
+
+    async def idle(self) -> None:
+        """Wait until the engine has stopped our requests, if it was said how."""
+        if self._idle is not None:
+            await self._idle()
 
     async def generate(
         self, state: RolloutState, *, enable_partial_rollout: bool
@@ -56,9 +71,14 @@ class FunctionAgentLoop(AgentLoop):
 
 
 def _settle_status(state: RolloutState, stopped: bool) -> None:
-    if state.finish_reason is not None:
+    if stopped:
+        state.status = Status.ABORTED  # nobody says that it is whole: a finish reason may be that of an earlier turn
+    elif state.finish_reason is not None:
         state.status = finish_status(state.finish_reason)
-    elif stopped:
-        state.status = Status.ABORTED  # nobody says that it is whole
+        if state.finish_reason == "tool_calls":
+            state.error_msg = (
+                "it ended with finish_reason 'tool_calls', which ends a turn: run the tools and continue, or set the "
+                "status to COMPLETED if the calls are the answer"
+            )
     elif state.response is not None or state.response_ids is not None or state.input_ids is not None:
         state.status = Status.COMPLETED

@@ -1,4 +1,4 @@
-"""Answers from a server that speaks OpenAI's completion protocol with token ids: vLLM, SGLang, LMDeploy.
+"""Answers from a server that speaks OpenAI's completion protocol with token ids: vLLM and SGLang.
 
 What it promises
 - Tokens in, tokens out: nothing is tokenised again. Every token has its logprob, or the member fails.
@@ -8,9 +8,18 @@ What it promises
   turn, or for the next attempt, ends at once as well.
 - Trouble that may pass is tried again, with growing delays; what another attempt cannot help is an `EngineError` at
   once.
+- Tokens count only from a server that is known to have the current weights (see `gate`): one that restarted serves its
+  start-up weights, and raises `EngineRestarted`, unless a control loads them again.
+- A pause is over when the server has stopped our requests (`idle`), not when their connections are closed.
 
-It does not write `version_spans`: the buffer that takes the group in knows the weights. It does not see a stop text
-that begins before an interruption and ends after it. Needs httpx: pip install 'forebay[http]'.
+Logprobs are what the server sends. vLLM: of the raw model, before temperature, top-p and top-k (with
+`--logprobs-mode processed_logprobs`: after all of them). SGLang: after temperature and `min_tokens`, before top-p and
+top-k. At temperature 1 without the others they are the same; a trainer that compares them with its own must temper
+alike.
+
+It does not write `version_spans` unless the server reports versions: the buffer that takes the group in knows the
+weights. It does not see a stop text that begins before an interruption and ends after it. Needs httpx: pip install
+'forebay[http]'.
 """
 
 from __future__ import annotations
@@ -39,7 +48,9 @@ from forebay.agent_loop.completion import (
     merged,
     read_piece,
 )
-from forebay.errors import EngineError, InvalidConfig
+from forebay.agent_loop.gate import Engine, ServerGate, Unreachable
+from forebay.agent_loop.server import authorization, checked_url, fetch, until_idle
+from forebay.errors import EngineError, InvalidConfig, InvalidInput
 from forebay.rollout import RolloutState, SampleParams, Status
 
 __all__ = ["OpenAIAgentLoop"]
@@ -48,6 +59,8 @@ log = logging.getLogger(__name__)
 
 _MAX_DELAY_S = 30.0
 _FAREWELL_S = 1.0
+_CONFIRM_S = 5.0
+_GATEWAY_STATUSES = frozenset((502, 503, 504))
 _QUOTED = 200  # characters of a refusal that an error repeats
 # What the loop sets itself, and what would make several answers of one.
 _RESERVED = frozenset(("model", "prompt", "stream", "n", "best_of", "echo", *SampleParams.__struct_fields__))
@@ -62,8 +75,15 @@ class OpenAIAgentLoop(AgentLoop):
     - `max_concurrency`: requests in flight, over all groups.
     - `read_timeout_s`: how long the server may be silent, before its first token and between two.
     - `max_retries`, `backoff_s`: attempts after a failed one, and the first delay; a new token starts the count again.
+    - `stream`: without it an interrupted request has no tokens to keep, but SGLang says which weights made each token
+      (`weight_versions`), which then stand in `version_spans`.
     - `extra_body`: more fields for every request; a None there takes one out.
     - `max_response_bytes`: bound of one line of a stream, or of an answer that is not streamed.
+    - `vocabulary`: the number of token ids that the model has (`vocab_size` of its config). A prompt with another id is
+      refused here: such an id ends an SGLang server, and its retry ends the next one.
+    - `engine`: the control of the server (`forebay.engines`), which knows when it is idle and what weights it has.
+      Without one the loop finds out by itself, from what the server publishes.
+    - `trust_restarts`: the server loads the current weights by itself whenever it starts.
     - `client`: your own (for a proxy, or certificates), which stays yours to close. Build it with
       `limits=httpx.Limits(max_connections=None)`: see the comment where we build ours.
 
@@ -83,11 +103,17 @@ class OpenAIAgentLoop(AgentLoop):
         read_timeout_s: float = 120.0,
         max_retries: int = 3,
         backoff_s: float = 0.5,
+        stream: bool = True,
         extra_body: Mapping[str, Any] | None = None,
         max_response_bytes: int = 16 * 2**20,
+        vocabulary: int | None = None,
+        engine: Engine | None = None,
+        trust_restarts: bool = False,
         client: httpx.AsyncClient | None = None,
     ) -> None:
-        self.url = _checked_url(base_url) + "/completions"
+        base_url = checked_url(base_url)
+        self.url = base_url + "/completions"
+        self._root = base_url.removesuffix("/v1")
         if not isinstance(model, str) or not model:
             raise InvalidConfig(f"model is {model!r:.80}; expected the name under which the server knows it")
         if sample_params is not None and not isinstance(sample_params, SampleParams):
@@ -102,8 +128,18 @@ class OpenAIAgentLoop(AgentLoop):
         self.backoff_s = _number("backoff_s", backoff_s, least=0)
         self._max_bytes = int(_number("max_response_bytes", max_response_bytes, least=1, whole=True))
         self._slots = asyncio.Semaphore(int(_number("max_concurrency", max_concurrency, least=1, whole=True)))
+        self._stream = bool(stream)
         self._extra = _checked_extra(extra_body)
-        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | _checked_key(api_key)
+        if vocabulary is not None:
+            vocabulary = int(_number("vocabulary", vocabulary, least=1, whole=True))
+        self.vocabulary = vocabulary
+        if engine is not None and trust_restarts:
+            raise InvalidConfig("engine and trust_restarts are both given; give trust_restarts to the control")
+        self._engine = engine
+        self._gate = (
+            ServerGate(self._root, self._fetch, trust_restarts=trust_restarts) if engine is None else engine.gate
+        )
+        self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | authorization(api_key)
         self._api_key = api_key
         read_s = _positive("read_timeout_s", read_timeout_s)
         self._timeout = httpx.Timeout(read_s, connect=_positive("connect_timeout_s", connect_timeout_s))
@@ -133,11 +169,26 @@ class OpenAIAgentLoop(AgentLoop):
     async def __aexit__(self, *exc_info: object) -> None:
         await self.close()
 
+    async def idle(self) -> None:
+        """Wait until the server has stopped our requests: all of its requests, as it does not tell them apart."""
+        if self._engine is not None:
+            await self._engine.idle()
+        else:
+            await until_idle(self._fetch, self._root)
+
+    async def weights_loaded(self, model_step: int) -> None:
+        """Note which process has the weights of this step. EngineError if the server cannot be asked."""
+        await self._gate.weights_loaded(model_step)
+
+    async def _fetch(self, path: str) -> bytes | None:
+        return await fetch(self._client, self._root + path, self._headers)
+
     async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
         """Answer one sample in place. InvalidInput without `prompt_ids`, EngineError if the server does not answer."""
         if self.paused:
             state.status = Status.ABORTED
             return state
+        _check_vocabulary(state, self.vocabulary)
         answer = Answer(state, merged(self.sample_params, state.sample_params), keep_tokens=enable_partial_rollout)
         answering = asyncio.create_task(self._complete(answer))
         pausing = asyncio.create_task(self.until_paused())
@@ -195,19 +246,30 @@ class OpenAIAgentLoop(AgentLoop):
         """One request. Returns when the answer has ended; WrongAnswer or Interrupted otherwise."""
         if self._client.is_closed:
             raise WrongAnswer("the loop, or its client, is closed; build a new one")
-        fields = {"model": self.model, "stream": True, "logprobs": 1, "return_token_ids": True}
+        fields = {"model": self.model, "stream": self._stream, "logprobs": 1, "return_token_ids": True}
         body = {name: value for name, value in (fields | answer.ask() | self._extra).items() if value is not None}
         request = self._client.build_request(
             "POST", self.url, content=msgspec.json.encode(body), headers=self._headers, timeout=self._timeout
         )
+        await self._gate.opened()
         try:
             response = await self._client.send(request, stream=True, follow_redirects=False)
+            # From here on all that comes is of one process; which one it is, is asked while it comes.
+            confirming = asyncio.create_task(self._gate.confirm())
             try:
-                await self._receive(response, answer)
+                try:
+                    await self._receive(response, answer)
+                finally:
+                    await response.aclose()
             finally:
-                await response.aclose()
+                await _settle(answer, confirming)
+            confirming.result()
         except httpx.TransportError as error:
+            if not isinstance(error, httpx.ReadTimeout):
+                self._gate.lost_connection()
             raise Interrupted(type(error).__name__, detail=f" {error}".rstrip()) from error
+        except Unreachable as error:
+            raise Interrupted("it does not say which weights it has", detail=f": {error}") from error
         if answer.finish_reason is None:
             kind = response.headers.get("content-type", "no content type")
             raise Interrupted("the answer ended without a finish_reason", detail=f" ({kind:.80})")
@@ -267,6 +329,8 @@ class OpenAIAgentLoop(AgentLoop):
         detail = f": {text[:_QUOTED]}" if text.strip() else ""
         if response.status_code not in TRANSIENT_STATUSES:
             return WrongAnswer(f"status {response.status_code}{detail}")
+        if response.status_code in _GATEWAY_STATUSES:
+            self._gate.lost_connection()
         wait = re.fullmatch(r"\d{1,9}(\.\d{1,9})?", response.headers.get("retry-after", "").strip())
         retry_after_s = 0.0 if wait is None else float(wait[0])
         return Interrupted(f"status {response.status_code}", detail=detail, retry_after_s=retry_after_s)
@@ -274,6 +338,28 @@ class OpenAIAgentLoop(AgentLoop):
     def _without_key(self, said: object) -> str:
         """For all that a server says: some repeat the headers."""
         return str(said) if self._api_key is None else str(said).replace(self._api_key, "***")
+
+
+async def _settle(answer: Answer, confirming: asyncio.Task[None]) -> None:
+    """Wait for the word of the server, and keep what it sent, or not. Also when cancelled."""
+    try:
+        await asyncio.wait((confirming,), timeout=_CONFIRM_S)
+    finally:
+        known = confirming.done() and not confirming.cancelled() and confirming.exception() is None
+        confirming.cancel()
+        answer.settle(known)
+
+
+def _check_vocabulary(state: RolloutState, vocabulary: int | None) -> None:
+    ids = state.prompt_ids
+    if vocabulary is None or ids is None or not len(ids):
+        return
+    low, high = min(ids), max(ids)
+    if low < 0 or high >= vocabulary:
+        raise InvalidInput(
+            f"prompt_ids of rollout {state.rollout_id} of group {state.group_id} hold {low if low < 0 else high}; "
+            f"expected ids from 0 to {vocabulary - 1} (vocabulary)"
+        )
 
 
 def _raw(response: httpx.Response) -> AsyncGenerator[bytes, None]:
@@ -293,31 +379,6 @@ def _delay_s(retries: int, backoff_s: float, jitter: float, retry_after_s: float
 
 
 # --- settings -----------------------------------------------------------------------------------------
-
-
-def _checked_url(base_url: str) -> str:
-    try:
-        url = httpx.URL(base_url)
-    except (httpx.InvalidURL, TypeError):
-        url = httpx.URL("")
-    if url.userinfo or url.query or url.fragment:
-        # Not shown: this is where keys are.
-        raise InvalidConfig(
-            "base_url has a user, a query or a fragment; expected none of them (give api_key, or a client)"
-        )
-    if url.scheme not in ("http", "https") or not url.host:
-        raise InvalidConfig(f"base_url is {base_url!r:.200}; expected a URL like 'http://127.0.0.1:8000/v1'")
-    return str(url).rstrip("/")
-
-
-def _checked_key(api_key: str | None) -> dict[str, str]:
-    if api_key is None:
-        return {}
-    if not isinstance(api_key, str) or not re.fullmatch(r"[!-~]+", api_key):
-        raise InvalidConfig(
-            "api_key (not shown) is empty or cannot stand in a header; expected printable ASCII, no blanks"
-        )
-    return {"Authorization": f"Bearer {api_key}"}
 
 
 def _checked_extra(extra_body: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Figures(msgspec.Struct, kw_only=True):
     filtered: int = 0
     discarded: int = 0  # by anyone, as of the last call
     failures: int = 0  # attempts that cost a try
+    dropped_responses: int = 0  # samples that came with a response that nobody generated for them
     reward_sum: float = 0.0
     reward_count: int = 0
     pauses: int = 0
@@ -99,6 +100,7 @@ class Figures(msgspec.Struct, kw_only=True):
             "filtered": self.filtered,
             "discarded": self.discarded,
             "failures": self.failures,
+            "dropped_responses": self.dropped_responses,
             "in_flight": in_flight,
             "pauses": self.pauses,
             "pause_s": self.pause_s,

@@ -17,7 +17,7 @@ import numpy as np
 
 from forebay.errors import InvalidConfig, InvalidInput
 from forebay.produce.filters import Filter
-from forebay.produce.members import is_finished, leave_unjudged
+from forebay.produce.members import is_answered, leave_unjudged
 from forebay.rollout import RolloutState, Status, group_reward
 
 __all__ = ["GroupReward", "Judge", "SampleReward", "fail_judging", "set_aside"]
@@ -120,14 +120,14 @@ class Judge(msgspec.Struct, frozen=True, kw_only=True):
 def set_aside(members: Sequence[RolloutState]) -> None:
     """Judging was stopped from outside: what is finished waits for it, and nothing is spent."""
     for state in members:
-        if is_finished(state):
+        if is_answered(state):
             leave_unjudged(state)
 
 
 def fail_judging(members: Sequence[RolloutState], error: str, max_tries: int) -> str:
     """A group could not be judged: what is finished spends a try, and waits for the next."""
     for state in members:
-        if is_finished(state):
+        if is_answered(state):
             _spend(state, error, max_tries)
     return error
 

@@ -1,95 +1,118 @@
 """What becomes of the members of a group around one attempt to generate them. Pure.
 
 Before: `prepare` makes what the agent loop gets. After: `collect` holds what it returned against what was issued,
-member by member, so that one bad answer costs that member and not its siblings; `settle_tries` counts the failures. A
-member that is finished (COMPLETED, or its finish reason says so) is never generated again: at the most it is judged.
+member by member, so that one bad answer costs that member and not its siblings; `settle_tries` counts the failures.
+
+The status decides what a member is, never its finish reason. COMPLETED members are kept as they are. A member that is
+`unjudged` is answered, too: it waits only for its reward. Only an ABORTED one may be continued; every other starts from
+its prompt as issued, whatever it carries. The samples of one rollout (its segments) share one fate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import numpy as np
 
 from forebay.agent_loop.base import failed_member
 from forebay.checks import check_group
 from forebay.errors import InvalidGroup, InvalidInput
+from forebay.issued import is_as_issued
 from forebay.prompts import independent
 from forebay.rollout import (
     PROMPT_FIELDS,
     RolloutState,
     Status,
-    finish_status,
+    carries_response,
     group_reward,
+    lacks_tokens,
     reset_response,
     versioned_tokens,
 )
 
 __all__ = [
     "collect",
-    "is_finished",
+    "is_answered",
     "leave_unjudged",
     "new_rewards",
     "new_tokens",
     "prepare",
     "refused_members",
     "settle_tries",
+    "untrusted_responses",
 ]
 
 
-def is_finished(state: RolloutState) -> bool:
+def is_answered(state: RolloutState) -> bool:
     """Whether nothing of a sample is left to generate."""
-    if state.status is Status.COMPLETED:
-        return True
-    return state.finish_reason is not None and finish_status(state.finish_reason) is Status.COMPLETED
+    return state.status is Status.COMPLETED or (state.status is Status.ABORTED and state.unjudged)
 
 
 def leave_unjudged(state: RolloutState) -> None:
-    """Keep a finished sample for judging on its retry: drawn again like a stopped one, never generated again."""
-    if finish_status(state.finish_reason) is not Status.COMPLETED:
-        state.finish_reason = "stop"
-    state.status = Status.ABORTED
+    """Keep an answered sample for judging on its retry: drawn again like a stopped one, never generated again."""
+    state.status, state.unjudged = Status.ABORTED, True
+
+
+def untrusted_responses(group: Sequence[RolloutState]) -> int:
+    """How many members carry a response that nobody generated for them: those start from their prompt."""
+    return sum(state.status in (Status.INIT, Status.EXPIRED) and carries_response(state) for state in group)
 
 
 def prepare(group: Sequence[RolloutState], *, partial: bool) -> tuple[list[RolloutState], list[RolloutState]]:
     """What was issued, to be kept as it is, and the members for the agent loop, which are its own."""
-    issued = []
-    for state in group:
-        if is_finished(state):
-            state.status = Status.COMPLETED
-        else:
-            if not partial and (versioned_tokens(state) or state.response is not None):
-                state = reset_response(state)
-            state.status, state.finish_reason = Status.INIT, None
-        state.error_msg = None
+    issued: list[RolloutState] = []
+    for samples in _rollouts(group):
+        if all(is_answered(state) for state in samples):
+            for state in samples:
+                state.status, state.unjudged, state.error_msg = Status.COMPLETED, False, None
+            issued += samples
+            continue
+        state = min(samples, key=lambda sample: sample.segment)
+        continues = partial and len(samples) == 1 and state.status is Status.ABORTED
+        if not continues and not is_as_issued(state):
+            prompt = state.issued
+            state = reset_response(state)
+            state.issued = prompt
+        state.status, state.finish_reason, state.error_msg, state.unjudged = Status.INIT, None, None, False
         issued.append(state)
     return issued, [independent(state.__copy__()) for state in issued]
 
 
+def _rollouts(group: Sequence[RolloutState]) -> list[list[RolloutState]]:
+    """The samples of each rollout."""
+    rollouts: dict[int | None, list[RolloutState]] = {}
+    for state in group:
+        rollouts.setdefault(state.rollout_id, []).append(state)
+    return list(rollouts.values())
+
+
 def collect(
-    issued: Sequence[RolloutState], returned: object, *, partial: bool, missing: str | None = None
+    issued: Sequence[RolloutState],
+    returned: object,
+    *,
+    partial: bool,
+    missing: str | None = None,
+    stopped: bool = False,
 ) -> list[RolloutState]:
     """The members after an attempt, each COMPLETED, ABORTED, FILTERED or FAILED with its error.
 
     `missing`: why there is no answer for members that were not returned or have no status; None is the agent loop's
-    own fault.
+    own fault. `stopped`: the attempt was stopped from outside, which is nobody's fault: those are ABORTED as they were.
     """
     answers: dict[int | None, list[RolloutState]] = {}
     for state in returned if isinstance(returned, (list, tuple)) else ():
         if isinstance(state, RolloutState) and isinstance(state.rollout_id, (int, np.integer)):
             answers.setdefault(int(state.rollout_id), []).append(state)
     members: list[RolloutState] = []
-    rollouts: dict[int | None, list[RolloutState]] = {}
-    for state in issued:
-        rollouts.setdefault(state.rollout_id, []).append(state)
     sound = _is_sound([state for states in answers.values() for state in states], issued[0])
-    for rollout_id, prompts in rollouts.items():
+    for prompts in _rollouts(issued):
+        given = answers.get(prompts[0].rollout_id, ())
         if all(prompt.status is Status.COMPLETED for prompt in prompts):
             members += prompts  # kept as they were: the loop had nothing to do with them
+        elif stopped and not given:
+            members.append(_stopped(prompts[0].__copy__(), prompts[0], partial))
         else:
-            members += _answered(prompts[0], answers.get(rollout_id, ()), partial, missing, sound)
-    _share_prompt(members)
+            members += _answered(prompts[0], given, partial, missing, sound)
     return members
 
 
@@ -103,22 +126,25 @@ def _answered(
         return [failed_member(prompt, missing if missing is not None and not answers else problem)]
     for answer in answers:
         answer.task_name, answer.group_id, answer.attempt = prompt.task_name, prompt.group_id, prompt.attempt
-        answer.num_tries = prompt.num_tries
+        answer.num_tries, answer.issued, answer.unjudged = prompt.num_tries, prompt.issued, False
         _keep_prompt(answer, prompt)
         if prompt.version_spans and not answer.version_spans and _continues(answer, prompt):
-            answer.version_spans = prompt.version_spans  # built anew by the loop, with tokens of older weights in front
+            answer.version_spans = prompt.version_spans  # built by the loop, with tokens of older weights in front
     failed = next((answer for answer in answers if answer.status is Status.FAILED), None)
     if failed is not None:
         return [failed_member(prompt, failed.error_msg or f"the engine ended with {failed.finish_reason!r}")]
     if any(answer.status is Status.ABORTED for answer in answers):
         # Segments collapse to the one that was issued: half a trace cannot be continued.
-        if len(answers) == 1 and is_finished(answers[0]):
-            answers[0].status = Status.COMPLETED  # stopped in the moment in which it was done
-            return list(answers)
-        kept = answers[0] if partial and len(answers) == 1 else reset_response(prompt)
-        kept.status = Status.ABORTED
-        return [kept]
+        return [_stopped(answers[0] if len(answers) == 1 else None, prompt, partial)]
     return list(answers)
+
+
+def _stopped(kept: RolloutState | None, prompt: RolloutState, partial: bool) -> RolloutState:
+    """A member that has to be drawn again, with the tokens that it has if it can continue from them."""
+    if kept is None or not partial:
+        kept = reset_response(prompt)
+    kept.status = Status.ABORTED
+    return kept
 
 
 def _keep_prompt(answer: RolloutState, prompt: RolloutState) -> None:
@@ -154,6 +180,8 @@ def _problem(prompt: RolloutState, answers: Sequence[RolloutState]) -> str | Non
             answer.attempt = prompt.attempt
             if answer.status not in _STATUSES:
                 raise InvalidGroup(f"the agent loop returned it as {answer.status}")
+            if answer.status is Status.COMPLETED and lacks_tokens(answer):
+                raise InvalidGroup("the agent loop returned it as completed, but without a token")
             if answer.reward is not None:
                 group_reward((answer,))
         check_group(answers, prompt.task_name or "")
@@ -163,26 +191,6 @@ def _problem(prompt: RolloutState, answers: Sequence[RolloutState]) -> str | Non
 
 
 _STATUSES = (Status.COMPLETED, Status.ABORTED, Status.FAILED, Status.FILTERED, Status.INIT)
-
-
-def _share_prompt(members: Sequence[RolloutState]) -> None:
-    """The prompt is stored once for a group, though every member had a copy of its own to work with."""
-    first = members[0]
-    for name in PROMPT_FIELDS:
-        prompt = getattr(first, name)
-        if type(prompt) not in (list, dict):
-            continue
-        for state in members[1:]:
-            value = getattr(state, name)
-            if value is not prompt and type(value) is type(prompt) and _equal(value, prompt):
-                setattr(state, name, prompt)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    try:
-        return bool(one == other)
-    except ValueError:  # arrays inside, and not the same ones
-        return False
 
 
 def settle_tries(

@@ -47,7 +47,7 @@ def make_plan(*, trigger: int, waiting: int, straggling: bool, partial: bool, bu
 
     With trigger N, groups that have to start again wait until there are N of them, and are then run first, without
     over-issue, so that they finish; 0 draws them at once; -1 never does. `straggling`: some group was returned so
-    often that it would starve; it gets its turn at any trigger from 0 on.
+    often that it would starve; it gets its turn at any trigger from 0 on. `partial`: what was stopped keeps its work.
 
     >>> make_plan(trigger=3, waiting=2, straggling=False, partial=True, budget=4).tail
     False

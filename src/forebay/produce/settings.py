@@ -23,6 +23,8 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """How long asking an agent loop for a pause may take."""
     pause_timeout_s: float = 300.0
     """What does not end within it after a pause is cancelled, and goes back with what it has."""
+    idle_timeout_s: float = 60.0
+    """How long a pause waits for the engine to stop our requests (`AgentLoop.idle`) before it is an EngineError."""
     judge_timeout_s: float = 10.0
     """How long judging may go on in a pause; after that a group is kept, and judged on its retry."""
     cancel_timeout_s: float = 10.0

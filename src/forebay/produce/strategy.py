@@ -22,7 +22,15 @@ from forebay.agent_loop.base import AgentLoop
 from forebay.arguments import checked_task
 from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
-from forebay.errors import InvalidConfig, InvalidInput, TooManyFailures, TooManyRejections, WaitTimeout
+from forebay.errors import (
+    EngineError,
+    EngineRestarted,
+    InvalidConfig,
+    InvalidInput,
+    TooManyFailures,
+    TooManyRejections,
+    WaitTimeout,
+)
 from forebay.ledger import LedgerLine, Place
 from forebay.produce.figures import Figures
 from forebay.produce.filters import Filter
@@ -65,6 +73,8 @@ class _Task:
         self.producing = False
         self.pausing: set[asyncio.Task[Any]] = set()
         self.paused: dict[AgentLoop, None] = {}  # for its order, as a set has none
+        self.used: dict[AgentLoop, None] = {}  # since the last pause: their engines may still run requests of ours
+        self.told: dict[AgentLoop, int] = {}  # the weights that a loop was last told of
         self.recalled = False  # whether what an earlier run left was looked at
         self.discarded: int | None = None  # groups of the ledger when this strategy first looked
         self.sampler: tuple[Sampler | SamplerWithReplayBuffer, SamplerWithReplayBuffer] | None = None
@@ -201,9 +211,11 @@ class ProduceStrategy:
             while task.pausing:
                 await asyncio.wait(tuple(task.pausing))
             return await self._produce(task, agent_loop, bound, batch_size, steps, target, stopped)
-        except BaseException:
+        except BaseException as error:
             await self._stop(task)
             task.works.broken = None  # of those that were stopped: the first error is the one to hear of
+            if isinstance(error, EngineRestarted):
+                task.told.clear()  # producing again says that the weights were pushed again
             raise
         finally:
             task.producing = False
@@ -228,6 +240,9 @@ class ProduceStrategy:
         )
         if target is None:
             target = line.get("trained", 0) + line.get("leased", 0) + batch_size
+        if task.told.get(agent_loop) != steps.model_step and not agent_loop.takes_weights_while_running:
+            await agent_loop.weights_loaded(steps.model_step)
+            task.told[agent_loop] = steps.model_step
         if works.pauses == pauses and not stopped():
             await self._resume(task, agent_loop)
         if works.pauses == pauses and not stopped():  # else a pause came meanwhile, and this call ends at once
@@ -313,7 +328,7 @@ class ProduceStrategy:
         works = task.works
         if works.pausing:
             return 0
-        drawing = asyncio.ensure_future(self._draw(works, agent_loop, sampler, missing, again, steps))
+        drawing = asyncio.ensure_future(self._draw(task, agent_loop, sampler, missing, again, steps))
         task.drawing = drawing
         try:
             await asyncio.wait((drawing,))
@@ -328,13 +343,14 @@ class ProduceStrategy:
 
     async def _draw(
         self,
-        works: Works,
+        task: _Task,
         agent_loop: AgentLoop,
         sampler: SamplerWithReplayBuffer,
         missing: int,
         again: Sequence[Status],
         steps: Steps,
     ) -> int:
+        works = task.works
         if again:
             groups = await sampler.draw_again(missing, works.task_name, again, own=False)
         else:
@@ -345,6 +361,7 @@ class ProduceStrategy:
         if works.pausing:
             await works.give_back(groups)
             return 0
+        task.used[agent_loop] = None
         for group in groups:
             works.start(group, agent_loop, steps)
         return len(groups)
@@ -352,14 +369,21 @@ class ProduceStrategy:
     async def _plan(self, task: _Task, batch_size: int) -> Plan:
         works = task.works
         counts = (await self.replay_buffer.count_statuses((works.task_name,), _WAITING))[works.task_name]
+        unjudged = await self._unjudged(works.task_name) if counts[Status.ABORTED] else 0
         await self._look_for_stragglers(task)
+        aborted = counts[Status.ABORTED] - unjudged
         return make_plan(
             trigger=self.tail_batch_trigger_size,
-            waiting=waiting_again(counts[Status.EXPIRED], counts[Status.ABORTED], partial=self.enable_partial_rollout),
+            waiting=waiting_again(counts[Status.EXPIRED], aborted, partial=self.enable_partial_rollout),
             straggling=bool(works.stragglers),
-            partial=self.enable_partial_rollout,
+            partial=self.enable_partial_rollout or bool(unjudged),
             budget=over_issue(self.over_sample_threshold, batch_size),
         )
+
+    async def _unjudged(self, task_name: str) -> int:
+        """Groups that have nothing left to generate: they are only judged when they are drawn again."""
+        query = {"task_name": task_name, "place": Place.BUFFERED, "status": Status.ABORTED, "unjudged": 1}
+        return len(await self.replay_buffer.query(query))
 
     async def _look_for_stragglers(self, task: _Task) -> None:
         """Those that an earlier run left, once; and those that left by another door are stragglers no longer."""
@@ -408,10 +432,12 @@ class ProduceStrategy:
     # --- pausing --------------------------------------------------------------------------------------
 
     async def pause(self, task_name: str | None = None) -> float:
-        """Ask what is under way to end, and bring it in; the seconds that this took. Nothing is in flight afterwards.
+        """Ask what is generating to end, bring it in, and wait for idle engines; the seconds that this took.
 
-        Completed groups count; stopped ones keep their tokens if partial rollout is on. What does not end in time
-        is cancelled, and goes back with what it has. `produce_batch` resumes.
+        A barrier: nothing is in flight afterwards, and the engines have stopped our requests, so that new weights meet
+        none of them. Completed groups count; stopped ones keep their tokens if partial rollout is on. What does not end
+        in time is cancelled, and goes back with what it has. EngineError if an engine does not become idle: it is not
+        safe to load weights then; pause again. `produce_batch` resumes.
         """
         names = list(self._tasks) if task_name is None else [task_name]
         tasks = [self._tasks[name] for name in names if name in self._tasks]
@@ -451,8 +477,9 @@ class ProduceStrategy:
         finally:
             for request in requests:
                 request.cancel()
-            if requests:  # one that does not heed the cancel is left behind
+            if requests:  # one that ignores the cancel is left behind
                 await asyncio.wait(requests, timeout=self.timeouts.cancel_timeout_s)
+        await self._until_idle(task)
         works.figures.pauses += 1
         works.figures.pause_s += loop.time() - began
 
@@ -462,6 +489,18 @@ class ProduceStrategy:
                 await agent_loop.pause()
         except Exception as error:
             log.warning("pause_request_failed loop=%s", type(agent_loop).__name__, exc_info=error)
+
+    async def _until_idle(self, task: _Task) -> None:
+        for agent_loop in list(task.used):
+            try:
+                async with asyncio.timeout(self.timeouts.idle_timeout_s):
+                    await agent_loop.idle()
+            except TimeoutError:
+                raise EngineError(
+                    f"the engine of {agent_loop!r:.200} still runs requests {self.timeouts.idle_timeout_s:g} s after a "
+                    "pause (idle_timeout_s): it is not safe to give it new weights; see what else uses it"
+                ) from None
+            task.used.pop(agent_loop, None)
 
     async def close(self) -> None:
         """Cancel what is under way; all of it is back in the buffer when this returns. Ends a `produce_batch`, too."""
@@ -494,6 +533,8 @@ class ProduceStrategy:
         flat: dict[str, float] = {}
         for task_name, task in self._tasks.items():
             flat |= task.works.figures.flat(task_name, task.works.in_flight)
+            if task.sampler is not None:
+                flat[f"forebay/{task_name}/produce/dropped_responses"] += task.sampler[1].dropped_responses
         return flat
 
     # --- parts ----------------------------------------------------------------------------------------

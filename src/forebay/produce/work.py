@@ -16,10 +16,18 @@ from typing import Any, NamedTuple
 
 from forebay.agent_loop.base import AgentLoop
 from forebay.buffer import ReplayBuffer
-from forebay.errors import BufferClosed, DuplicateGroup, InvalidInput, LostLease
+from forebay.errors import BufferClosed, DuplicateGroup, EngineRestarted, InvalidInput, LostLease
 from forebay.produce.figures import Figures, Outcome
 from forebay.produce.judge import Judge, fail_judging, set_aside
-from forebay.produce.members import collect, new_rewards, new_tokens, prepare, refused_members, settle_tries
+from forebay.produce.members import (
+    collect,
+    new_rewards,
+    new_tokens,
+    prepare,
+    refused_members,
+    settle_tries,
+    untrusted_responses,
+)
 from forebay.produce.settings import Timeouts
 from forebay.prompts import independent
 from forebay.rollout import RolloutState, Status, group_status
@@ -197,6 +205,7 @@ class Works:
         self._unbegun.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
         clock = asyncio.get_running_loop().time
         started, model_step = clock(), steps.model_step
+        self._count_dropped(group)
         issued, working = prepare(group, partial=self._partial)
         rewarded = {(state.rollout_id, state.segment) for state in issued if state.reward is not None}
         cancelled, seconds, tokens = None, None, 0
@@ -265,13 +274,17 @@ class Works:
             returned = [independent(state.__copy__()) for state in working if isinstance(state, RolloutState)]
         elif not generating.cancelled() and generating.exception() is None:
             returned = generating.result()
+        raised = None if not generating.done() or generating.cancelled() else generating.exception()
+        if isinstance(raised, EngineRestarted):
+            self.broken = self.broken or raised  # whoever produces hears of it; the group lost nothing but time
+            return self._what_there_is(issued, working), None, cancelled
         if cancelled is not None or (in_time and generating.cancelled() and (self.pausing or agent_loop.paused)):
             return self._what_there_is(issued, returned), None, cancelled
         if not in_time:
             missing = f"not generated within group_timeout_s={self._timeouts.group_timeout_s:g}"
         elif generating.cancelled():
             missing = "the agent loop cancelled itself"
-        elif (raised := generating.exception()) is not None:
+        elif raised is not None:
             log.warning("agent_loop_raised task=%s group=%s", self.task_name, issued[0].group_id, exc_info=raised)
             missing = f"the agent loop raised {type(raised).__name__}: {raised}"
         else:
@@ -280,6 +293,16 @@ class Works:
             returned = self._finished(returned)
         members = collect(issued, returned, partial=self._partial, missing=missing)
         return members, settle_tries(members, issued, self._max_tries), None
+
+    def _count_dropped(self, group: Sequence[RolloutState]) -> None:
+        dropped = untrusted_responses(group)
+        if dropped and not self.figures.dropped_responses:
+            log.warning(
+                "responses_dropped task=%s group=%s: its samples carry responses that were not generated for them, and "
+                "are generated; more of them are counted as produce/dropped_responses",
+                self.task_name, group[0].group_id,
+            )  # fmt: skip
+        self.figures.dropped_responses += dropped
 
     async def _call(self, agent_loop: AgentLoop, working: list[RolloutState]) -> object:
         # In a coroutine of ours, so that one that is no coroutine function fails like any other.
@@ -290,11 +313,11 @@ class Works:
         return [state for state in states if isinstance(state, RolloutState) and state.status == Status.COMPLETED]
 
     def _what_there_is(self, issued: Sequence[RolloutState], returned: object) -> list[RolloutState]:
-        """The members of a group that was stopped: those with an answer keep it, partial ones if they can go on."""
+        """The members of a group that was stopped: those with an answer keep it, partial ones if they can continue."""
         for state in returned if isinstance(returned, (list, tuple)) else ():
             if isinstance(state, RolloutState) and state.status == Status.INIT:
                 state.status = Status.ABORTED
-        members = collect(issued, returned, partial=self._partial, missing="stopped")
+        members = collect(issued, returned, partial=self._partial, missing="stopped", stopped=True)
         settle_tries(members, issued, self._max_tries + 1, spend=False)
         return members
 

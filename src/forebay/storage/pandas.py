@@ -28,7 +28,7 @@ __all__ = ["PandasStorage"]
 _COLUMNS = [name for name in Record.__struct_fields__ if name != "uid"]
 _DTYPES: Any = {
     **dict.fromkeys(("timestamp_id", "group_id", "samples", "tokens", "bytes", "num_tries"), "int64"),
-    **dict.fromkeys(("deliveries", "attempt", "revision", "given_staleness"), "int64"),
+    **dict.fromkeys(("deliveries", "attempt", "revision", "given_staleness", "unjudged"), "int64"),
     **dict.fromkeys(("oldest_step", "newest_step", "token_step", "train_step"), "Int64"),
     **dict.fromkeys(("created_at", "moved_at", "priority"), "float64"),
     "reward": "Float64",

@@ -36,18 +36,19 @@ _NOW = "(SELECT extract(epoch FROM clock_timestamp())::double precision)"
 
 _FACT_TYPES = (
     "text[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[], $8::double precision[], $9::bigint[], "
-    "$10::bigint[], $11::bigint[], $12::bigint[], $13::double precision[], $14::boolean[], $15::bytea[], $16::jsonb[]"
+    "$10::bigint[], $11::bigint[], $12::bigint[], $13::bigint[], $14::double precision[], $15::boolean[], "
+    "$16::bytea[], $17::jsonb[]"
 )
 _FACTS = (
     "status, samples, tokens, bytes, num_tries, reward, oldest_step, newest_step, token_step, given_staleness, "
-    "priority, has_tags, tags, tag_values"
+    "unjudged, priority, has_tags, tags, tag_values"
 )
 
 _INSERT = f"""
 INSERT INTO groups ({", ".join(COLUMNS)})
-SELECT nextval('uids'), nextval('arrivals'), u.task_name, u.group_id, u.status, $17, u.samples, u.tokens, u.bytes,
-    u.num_tries, u.reward, u.oldest_step, u.newest_step, u.token_step, u.given_staleness, {_NOW}, {_NOW},
-    coalesce(u.priority, 0), $18, 0, 0, $19, NULL, NULL, u.tags, u.tag_values, NULL, NULL
+SELECT nextval('uids'), nextval('arrivals'), u.task_name, u.group_id, u.status, $18, u.samples, u.tokens, u.bytes,
+    u.num_tries, u.reward, u.oldest_step, u.newest_step, u.token_step, u.given_staleness, u.unjudged,
+    {_NOW}, {_NOW}, coalesce(u.priority, 0), $19, 0, 0, $20, NULL, NULL, u.tags, u.tag_values, NULL, NULL
 FROM unnest($1::text[], $2::bigint[], $3::{_FACT_TYPES}) AS u (task_name, group_id, {_FACTS})
 RETURNING uid, timestamp_id, created_at, group_id"""
 
@@ -55,16 +56,17 @@ _INSERT_ALL = f"""
 WITH new AS ({_INSERT}),
 stored AS (
     INSERT INTO payloads (uid, frame)
-    SELECT new.uid, f.frame FROM new JOIN unnest($2::bigint[], $20::bytea[]) AS f (group_id, frame) USING (group_id)
+    SELECT new.uid, f.frame FROM new JOIN unnest($2::bigint[], $21::bytea[]) AS f (group_id, frame) USING (group_id)
 ),
-counted AS ({ADD_TALLY.replace("$1::text", "($1::text[])[1]").replace("$2::bigint[]", "$21::bigint[]")})
+counted AS ({ADD_TALLY.replace("$1::text", "($1::text[])[1]").replace("$2::bigint[]", "$22::bigint[]")})
 SELECT * FROM new"""
 
 _RETURN = f"""
 UPDATE groups g SET timestamp_id = u.timestamp_id, place = 'buffered', owner = NULL, moved_at = {_NOW},
     status = u.status, samples = u.samples, tokens = u.tokens, bytes = u.bytes, num_tries = u.num_tries,
     reward = u.reward, oldest_step = u.oldest_step, newest_step = u.newest_step, token_step = u.token_step,
-    given_staleness = u.given_staleness, revision = g.revision + 1, priority = coalesce(u.priority, g.priority),
+    given_staleness = u.given_staleness, unjudged = u.unjudged, revision = g.revision + 1,
+    priority = coalesce(u.priority, g.priority),
     tags = CASE WHEN u.has_tags THEN u.tags ELSE g.tags END,
     tag_values = CASE WHEN u.has_tags THEN u.tag_values ELSE g.tag_values END
 FROM (

@@ -63,14 +63,14 @@ WHERE place = 'archived' AND train_step > $1 RETURNING {RECORD}"""
 _REVISE = f"""
 UPDATE groups g SET status = u.status, samples = u.samples, tokens = u.tokens, bytes = u.bytes,
     num_tries = u.num_tries, reward = u.reward, oldest_step = u.oldest_step, newest_step = u.newest_step,
-    token_step = u.token_step, given_staleness = u.given_staleness, revision = u.revision,
+    token_step = u.token_step, given_staleness = u.given_staleness, unjudged = u.unjudged, revision = u.revision,
     priority = coalesce(u.priority, g.priority), tags = CASE WHEN u.has_tags THEN u.tags ELSE g.tags END,
     tag_values = CASE WHEN u.has_tags THEN u.tag_values ELSE g.tag_values END
 FROM unnest($1::bigint[], $2::bigint[], $3::text[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[],
-    $8::double precision[], $9::bigint[], $10::bigint[], $11::bigint[], $12::bigint[], $13::double precision[],
-    $14::boolean[], $15::bytea[], $16::jsonb[])
+    $8::double precision[], $9::bigint[], $10::bigint[], $11::bigint[], $12::bigint[], $13::bigint[],
+    $14::double precision[], $15::boolean[], $16::bytea[], $17::jsonb[])
     AS u (uid, revision, status, samples, tokens, bytes, num_tries, reward, oldest_step, newest_step, token_step,
-    given_staleness, priority, has_tags, tags, tag_values)
+    given_staleness, unjudged, priority, has_tags, tags, tag_values)
 WHERE g.uid = u.uid RETURNING {RECORD_OF_G}"""
 _REPLACE_FRAMES = """
 UPDATE payloads p SET frame = u.frame FROM unnest($1::bigint[], $2::bytea[]) AS u (uid, frame) WHERE p.uid = u.uid"""

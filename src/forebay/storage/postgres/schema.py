@@ -38,7 +38,7 @@ __all__ = [
     "settings_text",
 ]
 
-VERSION = 1
+VERSION = 2
 SHARDS = 16
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
@@ -91,6 +91,7 @@ CREATE TABLE groups (
     newest_step bigint,
     token_step bigint,
     given_staleness bigint NOT NULL,
+    unjudged bigint NOT NULL,
     created_at double precision NOT NULL,
     moved_at double precision NOT NULL,
     priority double precision NOT NULL,

@@ -29,6 +29,7 @@ _WHOLE = (
     "tokens",
     "bytes",
     "num_tries",
+    "unjudged",
     "deliveries",
 )
 _OPS = {"eq": "=", "ne": "<>", "gt": ">", "gte": ">=", "lt": "<", "lte": "<="}

@@ -24,7 +24,7 @@ from forebay.rollout import Group
 
 __all__ = ["COLUMNS", "SCHEMA_VERSION", "create", "record_of", "summary_of", "upsert_sql", "values_of"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 APPLICATION_ID = 0x46424159  # "FBAY"
 
 COLUMNS = Record.__struct_fields__
@@ -46,8 +46,8 @@ _TYPES = {
     "uid": "INTEGER PRIMARY KEY",
 }
 _VIEW_COLUMNS = (
-    "uid, timestamp_id, task_name, group_id, status, place, samples, tokens, bytes, num_tries, deliveries, reward, "
-    "priority, oldest_step, newest_step, created_at, moved_at, attempt, owner, train_step, tags"
+    "uid, timestamp_id, task_name, group_id, status, place, samples, tokens, bytes, num_tries, unjudged, deliveries, "
+    "reward, priority, oldest_step, newest_step, created_at, moved_at, attempt, owner, train_step, tags"
 )
 
 _CALLS = """
@@ -89,7 +89,8 @@ def create(connection: sqlite3.Connection) -> None:
         raise DamagedData("this SQLite database was not made by Forebay; choose another path")
     elif version != SCHEMA_VERSION:
         raise UnreadableData(
-            f"this store has schema version {version}; this Forebay knows version {SCHEMA_VERSION}: use a newer Forebay"
+            f"this store has schema version {version}; this Forebay knows version {SCHEMA_VERSION}: use the Forebay "
+            "that made it, or a newer one"
         )
     else:
         connection.execute(_CALLS)

@@ -1,0 +1,235 @@
+"""Whether a server is still the process that was given the current weights.
+
+A server that restarts serves its start-up weights again, and nothing in its answers says so. `ServerGate` therefore
+notes which process answers when weights were loaded, and compares. A connection belongs to one process: if, after it
+was made, the server says that it is the process with the weights, everything that this connection brings was generated
+by them. So tokens count only once a `confirm()` that began after their connection was made has returned.
+
+How a server says which process it is: the start time in its `/metrics` (vLLM), the random seed and start-up times in
+its `/server_info` (SGLang), or else the version of its weights, which a restart sets back. A server that publishes none
+of these is taken for restarted whenever a connection to it was lost. At model step 0 a restart changes nothing: the
+start-up weights are the weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+
+from forebay.errors import EngineError, EngineRestarted
+
+__all__ = ["Engine", "EngineGone", "Fetch", "Process", "ServerGate", "Unreachable"]
+
+log = logging.getLogger(__name__)
+
+_START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})? ([0-9.eE+]+)\s*$", re.MULTILINE)
+_VERSION_PATHS = ("/weight_info", "/model_info", "/get_model_info")
+
+
+class Unreachable(Exception):
+    """The server did not answer a question about itself."""
+
+
+class EngineGone(EngineError):
+    """Nobody listens at the address of the server."""
+
+
+Process: TypeAlias = str
+"""What tells the process of a server from the next one at its address; empty if nothing does."""
+
+
+Fetch = Callable[[str], Awaitable[bytes | None]]
+"""GET a path below the root of a server: the body, None if there is no such path, or Unreachable."""
+
+
+class _Weights(msgspec.Struct):
+    weight_version: str | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    random_seed: int
+    startup_time: dict[str, Any]
+
+
+class Engine(Protocol):
+    """What an agent loop needs of the control of its server: see `forebay.engines`."""
+
+    gate: ServerGate
+
+    async def idle(self) -> None:
+        """Wait until the server has stopped our requests."""
+
+
+class ServerGate:
+    """Knows which process at `url` has the current weights. See the top of this file.
+
+    `trust_restarts`: a server that restarts loads the current weights by itself. `controlled`: an engine's control owns
+    it, and only that says when doubts are over; `reload` loads the weights again into a server that restarted.
+    """
+
+    def __init__(self, url: str, fetch: Fetch, *, trust_restarts: bool = False, controlled: bool = False) -> None:
+        self.url = url
+        self.trust_restarts = trust_restarts
+        self.controlled = controlled
+        self.reload: Callable[[], Awaitable[None]] | None = None
+        self.model_step: int | None = None
+        self._fetch = fetch
+        self._expected: Process | None = None  # None: whoever answers next
+        self._doubt: str | None = None  # why the server is not known to have the weights
+        self._anonymous = False
+        self._has_metrics = True
+        self._running: asyncio.Task[Process] | None = None
+        self._next: asyncio.Task[Process] | None = None
+        self._reloading: asyncio.Task[None] | None = None
+
+    # --- what the weights are -------------------------------------------------------------------------
+
+    async def weights_loaded(self, model_step: int) -> None:
+        """Whoever answers now was given the weights of this step, as far as its owner says."""
+        if self.controlled and self._doubt is not None:
+            raise self._restarted(self._doubt)
+        if self._doubt is None and self.model_step == model_step and self._expected is not None:
+            return  # a control that loaded them knows better
+        self.model_step, self._doubt, self._expected = model_step, None, None
+        if model_step > 0:
+            try:
+                self._expected = await self.ask()
+            except Unreachable as error:
+                problem = f"it is said to have the weights of step {model_step}, but cannot be reached: {error}"
+                self.doubt(problem)
+                raise EngineError(f"{self.url}: {problem}") from error
+
+    def loaded(self, model_step: int, process: Process) -> None:
+        """A control has loaded the weights of this step into this process."""
+        self.model_step, self._expected, self._doubt = model_step, process, None
+
+    def doubt(self, reason: str) -> None:
+        """The server may not have the current weights; nothing from it counts until they are loaded."""
+        self._doubt = reason
+
+    def lost_connection(self) -> None:
+        """A connection broke. A server that never says which process it is may be another one now."""
+        if self._anonymous and self.model_step and not self.trust_restarts and self._doubt is None:
+            self.doubt(
+                "a connection was lost, and it does not say whether it restarted (no process_start_time_seconds in "
+                "/metrics, no weight version); enable its metrics, or give the loop a control"
+            )
+
+    # --- asking ---------------------------------------------------------------------------------------
+
+    async def opened(self) -> None:
+        """Return when the server may be asked to generate: its weights are loaded again first, if they have to be.
+
+        EngineRestarted if nobody can do that, Unreachable if the server is not there to be loaded.
+        """
+        if self._doubt is None:
+            return
+        if self.reload is None:
+            raise self._restarted(self._doubt)
+        loop = asyncio.get_running_loop()
+        if self._reloading is None or self._reloading.done() or self._reloading.get_loop() is not loop:
+            log.warning("server_loaded_again url=%s reason=%s", self.url, self._doubt)
+            self._reloading = loop.create_task(self._reload(self.reload, self._doubt))
+            self._reloading.add_done_callback(_look_at)
+        await asyncio.shield(self._reloading)
+
+    async def _reload(self, reload: Callable[[], Awaitable[None]], reason: str) -> None:
+        try:
+            await reload()
+        except EngineGone as error:
+            raise Unreachable(str(error)) from error
+        except Exception as error:
+            raise self._restarted(f"{reason}; and loading the weights again failed: {error}") from error
+
+    async def confirm(self) -> None:
+        """Return if the server is known to have the current weights, at some moment after this call.
+
+        Otherwise EngineRestarted, or Unreachable if it does not answer, or has to be loaded again first (see `opened`).
+        Calls that come together share one question.
+        """
+        loop = asyncio.get_running_loop()
+        if self._next is None or self._next.get_loop() is not loop:
+            before = self._running if self._running is not None and self._running.get_loop() is loop else None
+            self._next = loop.create_task(self._ask_after(before))
+            self._next.add_done_callback(_look_at)
+        found = await asyncio.shield(self._next)
+        await self._check(found)
+
+    async def _ask_after(self, before: asyncio.Task[Process] | None) -> Process:
+        if before is not None and not before.done():
+            await asyncio.wait((before,))
+        self._running, self._next = self._next, None  # whoever calls from now on needs a later answer
+        return await self.ask()
+
+    async def ask(self) -> Process:
+        """Which process answers at the address now; Unreachable if none does."""
+        process = await self._start_time() or await self._start_up()
+        if not process:
+            version = await self.version()
+            process = "" if version is None else f"with weights {version}"
+        if not process and not self._anonymous:
+            log.warning("server_anonymous url=%s: restarts cannot be told from lost connections", self.url)
+        self._anonymous = not process
+        return process
+
+    async def _start_time(self) -> str:
+        if self._has_metrics:
+            match = _START_TIME.search(await self._fetch("/metrics") or b"")
+            if match:
+                return f"started at {match[1].decode()}"
+            self._has_metrics = False
+        return ""
+
+    async def _start_up(self) -> str:
+        body = await self._fetch("/server_info")
+        try:
+            info = msgspec.json.decode(body or b"", type=_ServerInfo)
+        except msgspec.MsgspecError:
+            return ""
+        return f"with seed {info.random_seed}, started up in {info.startup_time}"
+
+    async def version(self) -> str | None:
+        """The version that the server says its weights have, if it says any."""
+        for path in _VERSION_PATHS:
+            body = await self._fetch(path)
+            if body is not None:
+                try:
+                    return msgspec.json.decode(body, type=_Weights).weight_version
+                except msgspec.MsgspecError:
+                    continue
+        return None
+
+    async def _check(self, found: Process) -> None:
+        if self._doubt is None:
+            if self._expected is None:
+                self._expected = found
+            if found == self._expected:
+                return
+            if not self.model_step or self.trust_restarts or await self.version() == str(self.model_step):
+                log.warning("server_restarted url=%s: it has the weights all the same", self.url)
+                self._expected = found
+                return
+            if found == self._expected:
+                return  # another call has settled it meanwhile
+            self.doubt(f"it restarted ({found}; the weights were loaded into the process {self._expected})")
+        reason = self._doubt or "its weights were just loaded again"
+        if self.reload is None:
+            raise self._restarted(reason)
+        raise Unreachable(f"its weights have to be loaded again: {reason}")
+
+    def _restarted(self, reason: str) -> EngineRestarted:
+        return EngineRestarted(
+            f"{self.url} is not known to have the weights of step {self.model_step}: {reason}. What it generated is "
+            "not used. Push the weights again and continue, or set trust_restarts=True if it starts with the right ones"
+        )
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    """Take note of an exception, if all who asked were cancelled meanwhile."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,136 @@
+"""Questions to an inference server about itself, for loops that have no control of it: small, bounded, read-only.
+
+`until_idle` waits until a server runs no request. What servers publish lags behind what they do, so one zero proves
+nothing: vLLM's gauges are set by its engine's steps (a request was seen to show up 0.2 s late), and SGLang's snapshot
+leaves out a request that it has just begun. A server therefore counts as idle when it has said so often enough; a
+control (`forebay.engines`) knows a surer way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping
+
+import httpx
+import msgspec
+
+from forebay.agent_loop.gate import Fetch, Unreachable
+from forebay.errors import InvalidConfig
+
+__all__ = ["authorization", "checked_url", "fetch", "until_idle"]
+
+log = logging.getLogger(__name__)
+
+_TIMEOUT = httpx.Timeout(5.0)
+_MAX_BYTES = 8 * 2**20
+_ABSENT = frozenset((401, 403, 404, 405, 501))
+
+_GAUGE_LAG_S = 0.5
+_SNAPSHOTS = 3
+_POLL_S = 0.02
+_GAUGES = re.compile(
+    rb"^(?:vllm:num_requests_(?:running|waiting)|sglang:num_(?:running|queue)_reqs)(?:\{[^}]*\})? ([0-9.eE+]+)\s*$",
+    re.MULTILINE,
+)
+
+
+async def fetch(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> bytes | None:
+    """The body of a GET; None if the server has no such path, Unreachable if it does not answer properly."""
+    body = bytearray()
+    try:
+        async with client.stream("GET", url, headers=dict(headers), timeout=_TIMEOUT) as response:
+            if response.status_code in _ABSENT:
+                return None
+            if not response.is_success:
+                raise Unreachable(f"GET {url} answered {response.status_code}")
+            async for data in response.aiter_raw():
+                body += data
+                if len(body) > _MAX_BYTES:
+                    raise Unreachable(f"GET {url} answered more than {_MAX_BYTES} bytes")
+    except httpx.TransportError as error:
+        raise Unreachable(f"GET {url}: {type(error).__name__} {error}".rstrip()) from error
+    return bytes(body)
+
+
+class _Load(msgspec.Struct):
+    num_running_reqs: int
+    num_waiting_reqs: int
+    timestamp: float
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load]
+
+
+async def until_idle(get: Fetch, url: str) -> None:
+    """Wait until a server says that it runs no request. One that is gone, or publishes nothing, is not waited for.
+
+    It never gives up: whoever waits has a limit.
+    """
+    clock = asyncio.get_running_loop().time
+    seen: set[tuple[float, ...]] = set()  # the SGLang snapshots of an idle server
+    since: float | None = None
+    while True:
+        try:
+            loads = await get("/v1/loads")
+            gauges = None if loads is not None else _GAUGES.findall(await get("/metrics") or b"")
+        except Unreachable as error:
+            if isinstance(error.__cause__, (httpx.ConnectError, httpx.ConnectTimeout)):
+                log.warning("idle_server_gone url=%s: a server that is not there runs nothing", url)
+                return
+            seen, since = set(), None
+        else:
+            if loads is not None:
+                snapshots = _read_loads(loads, url)
+                if any(load.num_running_reqs or load.num_waiting_reqs for load in snapshots):
+                    seen = set()
+                else:
+                    seen.add(tuple(load.timestamp for load in snapshots))
+                if len(seen) >= _SNAPSHOTS:
+                    return
+            elif not gauges:
+                log.warning("idle_unknown url=%s: it does not say whether it works; a pause is no barrier there", url)
+                return
+            elif any(float(value) for value in gauges):
+                since = None
+            else:
+                since = clock() if since is None else since
+                if clock() - since >= _GAUGE_LAG_S:
+                    return
+        await asyncio.sleep(_POLL_S)
+
+
+def _read_loads(body: bytes, url: str) -> list[_Load]:
+    try:
+        return msgspec.json.decode(body, type=_Loads).loads
+    except msgspec.MsgspecError as error:
+        raise Unreachable(f"GET {url}/v1/loads answered something else: {error}") from None
+
+
+def checked_url(base_url: str) -> str:
+    """A URL of a server without a slash at its end, or InvalidConfig."""
+    try:
+        url = httpx.URL(base_url)
+    except (httpx.InvalidURL, TypeError):
+        url = httpx.URL("")
+    if url.userinfo or url.query or url.fragment:
+        # Not shown: this is where keys are.
+        raise InvalidConfig(
+            "base_url has a user, a query or a fragment; expected none of them (give api_key, or a client)"
+        )
+    if url.scheme not in ("http", "https") or not url.host:
+        raise InvalidConfig(f"base_url is {base_url!r:.200}; expected a URL like 'http://127.0.0.1:8000/v1'")
+    return str(url).rstrip("/")
+
+
+def authorization(api_key: str | None) -> dict[str, str]:
+    """The header for a key, which no error shows."""
+    if api_key is None:
+        return {}
+    if not isinstance(api_key, str) or not re.fullmatch(r"[!-~]+", api_key):
+        raise InvalidConfig(
+            "api_key (not shown) is empty or cannot stand in a header; expected printable ASCII, no blanks"
+        )
+    return {"Authorization": f"Bearer {api_key}"}

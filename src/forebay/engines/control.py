@@ -1,0 +1,339 @@
+"""One server and its weights: pause, idle, load, check, flush, version, continue, in one call.
+
+What `update_weights` promises
+- Weights are loaded only while the server runs no request: one that it still works on would continue over a cache of
+  old weights, and its tokens would be stamped with new ones.
+- It returns only if the server took all of the weights (its checksums changed exactly where the files did), dropped the
+  cache of the old ones, and reports the new version. Otherwise it raises, the producer stays paused, nothing is lost,
+  and the call can be repeated. Until it succeeds no token of that server counts (see `agent_loop.gate`).
+- Files that would break the server (missing, foreign or misshapen tensors) are refused before it is touched.
+
+A control has no connection of its own to close, and can be used from any event loop: each call makes a fresh one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import httpx
+import msgspec
+
+from forebay.agent_loop.gate import EngineGone, Process, ServerGate, Unreachable
+from forebay.agent_loop.server import authorization, checked_url, fetch
+from forebay.checks import whole_number
+from forebay.engines.weights import Tensor, check_reloadable, check_same_tensors, check_update, read_weights
+from forebay.errors import EngineError, InvalidConfig
+from forebay.threads import Turns, in_thread
+
+__all__ = ["Checksums", "EngineControl", "Producer", "WeightUpdate"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Checksums = Mapping[str, str]
+
+_QUOTED = 300
+
+
+class Producer(Protocol):
+    """What is paused around an update: a `DisaggregatedAgentLoopManager`, say."""
+
+    async def pause_produce(self) -> float: ...
+
+    async def continue_produce(self, model_step: int) -> None: ...
+
+
+class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """An update that succeeded. Tensors are counted by the server's names, which may stand for several on disk."""
+
+    model_step: int
+    path: str
+    checked: int  # tensors of the server that changed exactly as their files did
+    unchecked: int  # tensors of the files that the server does not show by a name we know
+    seconds: float
+
+
+class _Loaded(msgspec.Struct, frozen=True):
+    """Weights that the server is known to have, or to have had when it started."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    checksums: dict[str, str]
+
+
+class EngineControl(ABC):
+    """Gives a server its weights. Not made directly: see `VLLMControl`, `SGLangControl`.
+
+    - `url`: the root of the server, like `http://127.0.0.1:8000`.
+    - `weights`: the directory that the server was started with, to compare the first update with; by default the server
+      is asked for it. One that cannot be read here leaves the first update unchecked (it is logged).
+    - `verify`: compare checksums. It reads every file of weights once; without it a server may take half of an update.
+    - `trust_restarts`: the server loads the current weights by itself whenever it starts.
+    - `idle_timeout_s`, `load_timeout_s`: how long it may take to run dry, and to load weights.
+
+        control = VLLMControl("http://127.0.0.1:8000")
+        loop = OpenAIAgentLoop("http://127.0.0.1:8000/v1", "policy", engine=control)
+        await control.update_weights("checkpoints/step_7", model_step=7, manager=manager)
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        weights: str | PathLike[str] | None = None,
+        verify: bool = True,
+        api_key: str | None = None,
+        trust_restarts: bool = False,
+        idle_timeout_s: float = 60.0,
+        load_timeout_s: float = 600.0,
+    ) -> None:
+        self.url = checked_url(url)
+        if self.url.endswith("/v1"):
+            raise InvalidConfig(f"url is {url!r:.200}; expected the root of the server, without /v1")
+        for name, value in (("idle_timeout_s", idle_timeout_s), ("load_timeout_s", load_timeout_s)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+                raise InvalidConfig(f"{name} is {value!r}; expected a positive number of seconds")
+        self.verify = bool(verify)
+        self.idle_timeout_s, self.load_timeout_s = float(idle_timeout_s), float(load_timeout_s)
+        self.gate = ServerGate(self.url, self._get, trust_restarts=trust_restarts, controlled=True)
+        self._weights = None if weights is None else _absolute(weights)
+        self._headers = authorization(api_key)
+        self._tls = httpx.create_ssl_context() if self.url.startswith("https:") else False
+        self._turns = Turns()
+        self._loaded: _Loaded | None = None
+        self._step: int | None = None
+        self._held = False  # the server is kept from generating, because it may have broken weights
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {self.url}>"
+
+    # --- verbs ----------------------------------------------------------------------------------------
+
+    async def idle(self) -> None:
+        """Return when the server has stopped our requests (and all others: it does not tell them apart).
+
+        EngineError if it does not within `idle_timeout_s`. A server that cannot be reached runs nothing.
+        """
+        if self._held:
+            return
+        try:
+            await self._hold()
+        except EngineGone as gone:
+            log.warning("idle_server_gone url=%s error=%s", self.url, gone)
+            return
+        await self._release()
+
+    async def update_weights(
+        self, path: str | PathLike[str], *, model_step: int, manager: Producer | None = None
+    ) -> WeightUpdate:
+        """Load weights from a directory that the server can read, in the safe order. See the top of this file.
+
+        `manager`: paused before and continued afterwards; without one, nothing of yours may be generating.
+        """
+        whole_number("model_step", model_step, least=0)
+        directory, began = _absolute(path), time.monotonic()
+        async with self._turns():
+            tensors = await in_thread(lambda: read_weights(directory)) if self.verify else {}
+            baseline = await self._baseline()
+            if baseline is not None:
+                check_same_tensors(tensors, baseline.tensors, directory)
+            if manager is not None:
+                await manager.pause_produce()
+            checked, unchecked = await self._load(
+                directory, tensors, model_step, lambda checksums: self._check(baseline, tensors, checksums)
+            )
+            if manager is not None:
+                await manager.continue_produce(model_step)
+        seconds = time.monotonic() - began
+        log.info("weights_loaded url=%s model_step=%d checked=%d seconds=%.3f", self.url, model_step, checked, seconds)
+        return WeightUpdate(
+            model_step=model_step, path=str(directory), checked=checked, unchecked=unchecked, seconds=seconds
+        )
+
+    async def version(self) -> str | None:
+        """The version that the server says its weights have."""
+        try:
+            return await self.gate.version()
+        except Unreachable as error:
+            raise EngineError(f"{self.url} does not say which weights it has: {error}") from error
+
+    # --- the order ------------------------------------------------------------------------------------
+
+    async def _load(
+        self,
+        directory: Path,
+        tensors: dict[str, Tensor],
+        model_step: int,
+        check: Callable[[Checksums], tuple[int, int]],
+    ) -> tuple[int, int]:
+        """Load and check; how many tensors were checked, and how many could not be."""
+        await self._hold()
+        try:
+            if self.verify:
+                check_reloadable(await self._checksums(), self.url)
+        except BaseException:
+            if not self._held:
+                await self._release()
+            raise
+        self._held = True
+        self.gate.doubt("an update of its weights has begun, and has not ended")
+        try:
+            await self._load_weights(directory, str(model_step))
+            checksums = await self._checksums() if self.verify else {}
+            counts = check(checksums)
+            await self._drop_cache()
+            await self._set_version(str(model_step))
+            found = await self.version()
+            if found != str(model_step):
+                raise EngineError(
+                    f"{self.url} was given the weights of step {model_step}, but reports version {found!r}"
+                )
+            process = await self._process()
+        except BaseException as error:
+            self.gate.doubt(f"an update to step {model_step} failed: {type(error).__name__} {error}".rstrip())
+            raise
+        self._loaded, self._step = _Loaded(directory, tensors, dict(checksums)), model_step
+        await self._release()
+        self._held = False
+        self.gate.loaded(model_step, process)
+        self.gate.reload = self._reload
+        return counts
+
+    async def _reload(self) -> None:
+        """The server restarted: give it again what it had."""
+        async with self._turns():
+            loaded, step = self._loaded, self._step
+            assert loaded is not None, "only a control that has loaded weights loads them again"
+            assert step is not None
+            if self.verify and await in_thread(lambda: read_weights(loaded.path)) != loaded.tensors:
+                raise EngineError(f"the weights at {loaded.path} changed since they were loaded; update the weights")
+            await self._load(
+                loaded.path, loaded.tensors, step, lambda checksums: self._check_same(loaded.checksums, checksums)
+            )
+            log.warning("weights_loaded_again url=%s model_step=%d", self.url, step)
+
+    def _check(self, baseline: _Loaded | None, tensors: Mapping[str, Tensor], checksums: Checksums) -> tuple[int, int]:
+        if baseline is not None:
+            return check_update(baseline.tensors, tensors, baseline.checksums, checksums, self.url)
+        if self.verify:
+            log.warning("weights_unchecked url=%s: it is not known what it was loaded with before", self.url)
+        return 0, len(tensors)
+
+    def _check_same(self, before: Checksums, checksums: Checksums) -> tuple[int, int]:
+        other = {name for name in before if checksums.get(name) != before[name]}
+        if other:
+            raise EngineError(
+                f"{self.url} took only part of the weights: {len(other)} of {len(before)} tensors are not what they "
+                f"were before it restarted (the first: {min(other)!r})"
+            )
+        return len(before), 0
+
+    async def _baseline(self) -> _Loaded | None:
+        """What the server was last loaded with, or started with; None if that cannot be known."""
+        if not self.verify:
+            return None
+        if self._loaded is None:
+            directory = self._weights or await self._started_with()
+            if directory is not None and (self._weights is not None or directory.is_dir()):
+                tensors = await in_thread(lambda: read_weights(directory))
+                self._loaded = _Loaded(directory, tensors, dict(await self._checksums()))
+        return self._loaded
+
+    async def _process(self) -> Process:
+        try:
+            return await self.gate.ask()
+        except Unreachable as error:
+            raise EngineError(f"{self.url} cannot be reached: {error}") from error
+
+    # --- what servers differ in -----------------------------------------------------------------------
+
+    @abstractmethod
+    async def _hold(self) -> None:
+        """Wait until the server runs nothing, and keep it from beginning anything until `_release` where it can."""
+
+    @abstractmethod
+    async def _release(self) -> None:
+        """Let the server generate again."""
+
+    @abstractmethod
+    async def _load_weights(self, directory: Path, version: str) -> None:
+        """Have the server load weights; EngineError if it says that it did not."""
+
+    @abstractmethod
+    async def _checksums(self) -> Checksums:
+        """A checksum of each tensor of the server by name, ranks told apart."""
+
+    @abstractmethod
+    async def _drop_cache(self) -> None:
+        """Forget what was computed with the old weights."""
+
+    @abstractmethod
+    async def _set_version(self, version: str) -> None:
+        """Have the server report this version from now on."""
+
+    @abstractmethod
+    async def _started_with(self) -> Path | None:
+        """The directory that the server was started with, if it still has those weights and says so."""
+
+    # --- HTTP -----------------------------------------------------------------------------------------
+
+    def _client(self) -> httpx.AsyncClient:
+        # Fresh for every call: vLLM closes a connection after an error without saying so.
+        return httpx.AsyncClient(trust_env=False, verify=self._tls, headers=self._headers)
+
+    async def _get(self, path: str) -> bytes | None:
+        async with self._client() as client:
+            return await fetch(client, self.url + path, {})
+
+    async def _post(
+        self, path: str, body: object = None, *, timeout_s: float = 30.0, params: Mapping[str, str] | None = None
+    ) -> httpx.Response:
+        """The response, whatever its status; EngineError (or `EngineGone`) if there is none."""
+        content = b"" if body is None else msgspec.json.encode(body)
+        headers = {} if body is None else {"Content-Type": "application/json"}
+        try:
+            async with self._client() as client:
+                return await client.post(
+                    self.url + path, content=content, headers=headers, params=params, timeout=timeout_s
+                )
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            raise EngineGone(f"{self.url} cannot be reached: {error}") from error
+        except httpx.TransportError as error:
+            raise EngineError(
+                f"{self.url}: POST {path} got no answer: {type(error).__name__} {error}".rstrip()
+            ) from error
+
+    def _refused(self, path: str, response: httpx.Response) -> EngineError:
+        hint = self._hint(response.status_code)
+        return EngineError(
+            f"{self.url}: POST {path} answered {response.status_code}: {response.text[:_QUOTED]!r}{hint}"
+        )
+
+    def _hint(self, status: int) -> str:
+        return ""
+
+    def _busy(self) -> EngineError:
+        return EngineError(
+            f"{self.url} still runs requests after {self.idle_timeout_s:g} s (idle_timeout_s): it is not safe to give "
+            "it new weights; see what else uses it"
+        )
+
+    def _read(self, path: str, response: httpx.Response, kind: type[T]) -> T:
+        """The body of a response that must be a success."""
+        if not response.is_success:
+            raise self._refused(path, response)
+        try:
+            return msgspec.json.decode(response.content, type=kind)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"{self.url}: POST {path} answered something else: {error}") from None
+
+
+def _absolute(path: str | PathLike[str]) -> Path:
+    """The server does not run where we do."""
+    return Path(path).absolute()

@@ -1,0 +1,69 @@
+"""SGLang: all that is needed is there by default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from forebay.engines.control import Checksums, EngineControl
+from forebay.errors import EngineError
+
+__all__ = ["SGLangControl"]
+
+
+class _Answer(msgspec.Struct):
+    success: bool
+    message: str = ""
+
+
+class _Rank(msgspec.Struct):
+    checksums: dict[str, str]
+
+
+class _Checksums(msgspec.Struct):
+    ranks: list[_Rank]
+
+
+class _ModelInfo(msgspec.Struct):
+    model_path: str
+
+
+class SGLangControl(EngineControl):
+    """An SGLang server. It is idle when its scheduler agrees to drop the prefix cache, so `idle` costs that cache."""
+
+    async def _hold(self) -> None:
+        # Its own counts leave out a request that has just begun; the scheduler, which drops the cache, does not. An
+        # update then holds back requests that arrive.
+        path, seconds = "/flush_cache", f"{self.idle_timeout_s:g}"
+        response = await self._post(path, timeout_s=self.idle_timeout_s + 10, params={"timeout": seconds})
+        if not response.is_success:
+            raise self._busy()
+
+    async def _release(self) -> None:
+        """Nothing: it is held only while it loads."""
+
+    async def _load_weights(self, directory: Path, version: str) -> None:
+        path, body = "/update_weights_from_disk", {"model_path": str(directory), "weight_version": version}
+        answer = self._read(path, await self._post(path, body, timeout_s=self.load_timeout_s), _Answer)
+        if not answer.success:
+            raise EngineError(f"{self.url} did not load the weights at {directory}: {answer.message[:300]!r}")
+
+    async def _checksums(self) -> Checksums:
+        path = "/weights_checker"
+        response = await self._post(path, {"action": "checksum"}, timeout_s=self.load_timeout_s)
+        joined: dict[str, str] = {}
+        for rank in self._read(path, response, _Checksums).ranks:
+            for name, digest in rank.checksums.items():
+                joined[name] = joined.get(name, "") + digest
+        return joined
+
+    async def _drop_cache(self) -> None:
+        """Nothing: an update that succeeds has dropped it, and one that could not is refused."""
+
+    async def _set_version(self, version: str) -> None:
+        """Nothing: it came with the weights."""
+
+    async def _started_with(self) -> Path | None:
+        info = await self._get("/model_info")
+        return None if info is None else Path(msgspec.json.decode(info, type=_ModelInfo).model_path)

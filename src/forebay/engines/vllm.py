@@ -1,0 +1,114 @@
+"""vLLM: needs VLLM_SERVER_DEV_MODE=1, without which it has no way to load weights over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from forebay.agent_loop.gate import EngineGone, Unreachable
+from forebay.agent_loop.server import until_idle
+from forebay.engines.control import Checksums, EngineControl
+from forebay.errors import EngineError
+
+__all__ = ["VLLMControl"]
+
+
+class _Results(msgspec.Struct):
+    results: list[Any]
+
+
+class _Checksums(msgspec.Struct):
+    checksums: dict[str, str]
+
+
+class _Success(msgspec.Struct):
+    success: bool
+
+
+class _Model(msgspec.Struct):
+    root: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class VLLMControl(EngineControl):
+    """A vLLM server. While weights are loaded it is paused, and requests of others wait."""
+
+    async def idle(self) -> None:
+        """See `EngineControl.idle`. A server without its developer mode is asked for its gauges instead."""
+        try:
+            pausable = await self._get("/is_paused") is not None
+        except Unreachable:
+            pausable = True  # which then says so
+        if pausable:
+            await super().idle()
+            return
+        try:
+            async with asyncio.timeout(self.idle_timeout_s):
+                await until_idle(self._get, self.url)
+        except TimeoutError:
+            raise self._busy() from None
+
+    async def _hold(self) -> None:
+        path = "/pause"
+        # It answers when what runs has ended; requests whose clients are gone end at once.
+        params = {"mode": "wait", "clear_cache": "false"}
+        try:
+            response = await self._post(path, timeout_s=self.idle_timeout_s, params=params)
+        except EngineGone:
+            raise
+        except EngineError as error:
+            await self._release()
+            raise self._busy() from error
+        if not response.is_success:
+            raise self._refused(path, response)
+
+    async def _release(self) -> None:
+        response = await self._post("/resume")
+        if not response.is_success:
+            raise self._refused("/resume", response)
+
+    async def _load_weights(self, directory: Path, version: str) -> None:
+        path, body = "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        response = await self._post(path, body, timeout_s=self.load_timeout_s)
+        if response.status_code == 500:
+            # After an error it has no weights at all, and the first good load can fail with the same words.
+            response = await self._post(path, body, timeout_s=self.load_timeout_s)
+        self._read(path, response, _Results)
+
+    async def _checksums(self) -> Checksums:
+        path = "/weight_checker"
+        response = await self._post(path, {"action": "checksum"}, timeout_s=self.load_timeout_s)
+        return _by_name(self._read(path, response, _Checksums).checksums)
+
+    async def _drop_cache(self) -> None:
+        path = "/reset_prefix_cache"
+        if not self._read(path, await self._post(path), _Success).success:
+            raise EngineError(f"{self.url} did not drop its prefix cache: requests are running on it")
+
+    async def _set_version(self, version: str) -> None:
+        path = "/update_weight_version"
+        self._read(path, await self._post(path, {"new_version": version}), _Success)
+
+    async def _started_with(self) -> Path | None:
+        if await self.version() != "default":
+            return None  # somebody has loaded others since
+        models = msgspec.json.decode(await self._get("/v1/models") or b'{"data":[]}', type=_Models)
+        return Path(models.data[0].root) if models.data else None
+
+    def _hint(self, status: int) -> str:
+        return "; start vLLM with VLLM_SERVER_DEV_MODE=1, which opens these paths" if status == 404 else ""
+
+
+def _by_name(checksums: Checksums) -> Checksums:
+    """One checksum for each name: those of all ranks ("dp0:pp0:pcp0:tp0:name") joined in order."""
+    joined: dict[str, str] = {}
+    for key in sorted(checksums):
+        name = key.rpartition(":")[2]
+        joined[name] = joined[name] + checksums[key] if name in joined else checksums[key]
+    return joined

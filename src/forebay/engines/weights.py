@@ -1,0 +1,181 @@
+"""Weights on disk and in a server: which tensors there are, and which of them changed.
+
+A server may take an update for done and have taken half of it: vLLM on a CPU repacks linear weights and then reloads
+only the others, both vLLM and SGLang keep the old values of tensors that the files lack, and SGLang takes a tensor of
+another shape for one of the right shape. So the tensors are compared before they are loaded, and afterwards those that
+changed on disk with those that changed in the server.
+
+Only safetensors are read, and only headers and digests of them: nothing of their content becomes an object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from forebay.errors import EngineError, InvalidInput
+
+__all__ = ["Tensor", "check_same_tensors", "check_update", "read_weights", "server_name"]
+
+_MAX_HEADER_BYTES = 100 * 2**20
+_INDEX = "model.safetensors.index.json"
+_CHUNK_BYTES = 4 * 2**20
+
+_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
+          "up_proj": "gate_up_proj"}  # fmt: skip
+"""Layers that vLLM and SGLang keep as one."""
+
+_EMPTY = hashlib.sha256().hexdigest()
+"""What vLLM says of a tensor whose memory it gave away: it can never be loaded again."""
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """One tensor of a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: bytes
+
+
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def read_weights(directory: Path) -> dict[str, Tensor]:
+    """The tensors in the safetensors files of a directory, by name. Reads all of it: about a second per gigabyte."""
+    if not directory.is_dir():
+        raise InvalidInput(f"there is no directory of weights at {directory}; expected safetensors files")
+    tensors: dict[str, Tensor] = {}
+    for path in _files(directory):
+        try:
+            with path.open("rb") as file:
+                found = _read_file(file, path.stat().st_size)
+        except (OSError, msgspec.MsgspecError, ValueError, OverflowError) as error:
+            raise InvalidInput(f"the weights in {path} cannot be read: {error}") from error
+        twice = tensors.keys() & found.keys()
+        if twice:
+            raise InvalidInput(f"tensor {min(twice)!r} appears in two files of {directory}; expected each once")
+        tensors |= found
+    return tensors
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if index.is_file():
+        try:
+            names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+        except (OSError, msgspec.MsgspecError) as error:
+            raise InvalidInput(f"{index} cannot be read: {error}") from error
+        for name in names:
+            if Path(name).name != name:
+                raise InvalidInput(f"{index} names the file {name!r:.80}; expected files beside it")
+        files = [directory / name for name in names]
+    else:
+        files = list(directory.glob("*.safetensors"))
+    if not files:
+        raise InvalidInput(f"there are no safetensors files in {directory}")
+    return sorted(files)
+
+
+def _read_file(file: BinaryIO, size: int) -> dict[str, Tensor]:
+    length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, raw in header.items():
+        entry = msgspec.json.decode(raw, type=_Entry)
+        start, end = entry.data_offsets
+        if not 0 <= start <= end <= size - 8 - length:
+            raise ValueError(f"tensor {name!r} lies at bytes {start} to {end}, outside of the file")
+        file.seek(8 + length + start)
+        tensors[name] = Tensor(entry.dtype, entry.shape, _digest(file, end - start))
+    return tensors
+
+
+def _digest(file: BinaryIO, length: int) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    while length:
+        data = file.read(min(length, _CHUNK_BYTES))
+        if not data:
+            raise ValueError("it ends in the middle of a tensor")
+        digest.update(data)
+        length -= len(data)
+    return digest.digest()
+
+
+def server_name(name: str) -> str:
+    """The name that a tensor of a file has in a server.
+
+    >>> server_name("model.layers.0.self_attn.q_proj.weight")
+    'model.layers.0.self_attn.qkv_proj.weight'
+    """
+    return ".".join(_FUSED.get(part, part) for part in name.split("."))
+
+
+def check_same_tensors(new: Mapping[str, Tensor], old: Mapping[str, Tensor], path: Path) -> None:
+    """InvalidInput unless two sets of weights have the same tensors: a server would take others without a word."""
+    missing, unknown = old.keys() - new.keys(), new.keys() - old.keys()
+    others = {name for name in new.keys() & old.keys() if _form(new[name]) != _form(old[name])}
+    for names, problem in ((missing, "are missing"), (unknown, "are new"), (others, "have another shape or type")):
+        if names:
+            raise InvalidInput(
+                f"the weights at {path} do not fit those that the server was loaded with ({len(old)} tensors): "
+                f"{len(names)} tensors {problem}, the first is {min(names)!r}. The server was not touched"
+            )
+
+
+def _form(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    return tensor.dtype, tensor.shape
+
+
+def check_update(
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    server_before: Mapping[str, str],
+    server_after: Mapping[str, str],
+    url: str,
+) -> tuple[int, int]:
+    """How many tensors of the server were found as they must be, and how many could not be looked at.
+
+    EngineError if the server did not change exactly what changed on disk. The maps of a server are checksums by name.
+    """
+    check_reloadable(server_after, url)
+    changed_on_disk = {server_name(name) for name in after if name not in before or after[name] != before[name]}
+    known_on_disk = {server_name(name) for name in after}
+    changed = {name for name in server_after if server_after[name] != server_before.get(name)}
+    left = changed_on_disk & server_after.keys() - changed
+    if left:
+        raise EngineError(
+            f"{url} took only part of the weights: {len(left)} of {len(changed_on_disk)} tensors that changed on disk "
+            f"did not change there (the first: {min(left)!r}); it must not generate before a whole update"
+        )
+    odd = changed & known_on_disk - changed_on_disk
+    if odd:
+        raise EngineError(
+            f"{url} changed {len(odd)} tensors that did not change on disk (the first: {min(odd)!r}); it must not "
+            "generate before a whole update"
+        )
+    return len(known_on_disk & server_after.keys()), len(known_on_disk - server_after.keys())
+
+
+def check_reloadable(checksums: Mapping[str, str], url: str) -> None:
+    """EngineError if a server has tensors that cannot be replaced."""
+    gone = [name for name, digest in checksums.items() if digest == _EMPTY]
+    if gone:
+        raise EngineError(
+            f"{url} cannot take new weights whole: it repacked {len(gone)} of {len(checksums)} tensors and gave their "
+            f"memory away (the first: {min(gone)!r}). vLLM on a CPU needs a worker extension that keeps them plain "
+            "(docs/guide/engines.md)"
+        )

@@ -1,0 +1,514 @@
+"""Weights and a real server: a pause is a barrier, an update is whole, and no token counts under weights it is not of.
+
+The server is `engine_server`: real HTTP with the paths of vLLM and SGLang. `make test-engines` shows the same with the
+real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from forebay import (
+    AgentLoop,
+    AsyncProduceStrategy,
+    AsyncReplayBufferConfig,
+    DisaggregatedAgentLoopManager,
+    EngineError,
+    EngineRestarted,
+    FunctionAgentLoop,
+    InvalidConfig,
+    InvalidInput,
+    NoProgress,
+    ReplayBuffer,
+    RolloutState,
+    SampleParams,
+    Sampler,
+    Status,
+    Task,
+    Timeouts,
+)
+from forebay.agent_loop.openai import OpenAIAgentLoop
+from forebay.agent_loop.server import until_idle
+from forebay.engines import EngineControl, SGLangControl, VLLMControl
+from tests.engine_server import TENSORS, EngineServer, save_weights, wrong_spans
+from tests.openai_server import Script
+from tests.support import closed_ledger
+
+CONTROLS: dict[str, type[EngineControl]] = {"vllm": VLLMControl, "sglang": SGLangControl}
+PROMPTS = [{"prompt": f"question {n}", "prompt_ids": [n, 7]} for n in range(20)]
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Callable[[int], Path]:
+    return lambda step: save_weights(tmp_path / f"step_{step}", step)
+
+
+@pytest.fixture(params=["vllm", "sglang"])
+async def server(request: pytest.FixtureRequest, weights: Callable[[int], Path]) -> AsyncIterator[EngineServer]:
+    async with EngineServer(started_with=weights(0), kind=request.param) as running:
+        running.usual = Script(pause_s=0.0005)
+        yield running
+
+
+@pytest.fixture
+def control(server: EngineServer) -> EngineControl:
+    return CONTROLS[server.kind](server.root, idle_timeout_s=30)
+
+
+def loop_of(server: EngineServer, **settings: Any) -> OpenAIAgentLoop:
+    params = SampleParams(max_tokens=settings.pop("max_tokens", 20))
+    return OpenAIAgentLoop(server.url, "policy", sample_params=params, **({"backoff_s": 0.001} | settings))
+
+
+@asynccontextmanager
+async def plane(
+    loop: AgentLoop, *, groups: int = 4, **timeouts: float
+) -> AsyncIterator[tuple[DisaggregatedAgentLoopManager, ReplayBuffer]]:
+    """A manager around a loop; nothing is produced yet."""
+    buffer = AsyncReplayBufferConfig(max_groups=64).build()
+    strategy = AsyncProduceStrategy(
+        buffer,
+        over_sample_threshold=1.0,
+        max_staleness=3,
+        enable_partial_rollout=True,
+        progress=NoProgress(),
+        timeouts=Timeouts(**timeouts),
+    )
+    task = Task(name="math", sampler=Sampler(PROMPTS, prompt_repeat_k=2), agent_loop=loop, strategy=strategy)
+    async with DisaggregatedAgentLoopManager([task], buffer) as manager:
+        yield manager, buffer
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+# --- a pause is a barrier -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("controlled", [True, False])
+async def test_g13_a_pause_returns_when_the_server_has_stopped_our_requests(
+    server: EngineServer, control: EngineControl, controlled: bool
+) -> None:
+    server.tail_ticks = 30
+    async with (
+        loop_of(server, max_tokens=100_000, engine=control if controlled else None) as loop,
+        plane(loop) as (manager, _),
+    ):
+        producing = asyncio.create_task(manager.produce_loop(4))
+        for step in (1, 2):
+            await until(lambda: server.active >= 4)
+            await manager.pause_produce()
+            assert server.running == 0
+            await manager.continue_produce(step)
+    await producing
+
+
+async def test_g13_a_pause_whose_server_does_not_stop_is_an_error_and_can_be_repeated(server: EngineServer) -> None:
+    server.hold_tails = True
+    async with loop_of(server, max_tokens=100_000) as loop, plane(loop, idle_timeout_s=1.5) as (manager, buffer):
+        producing = asyncio.create_task(manager.produce_loop(4))
+        await until(lambda: server.active >= 4)
+        with pytest.raises(EngineError, match="still runs requests"):
+            await manager.pause_produce()
+        assert (await closed_ledger(buffer)).keys() == {"issued", "buffered"}
+        server.hold_tails = False
+        await manager.pause_produce()
+        assert server.running == 0
+    await producing
+
+
+async def test_a_server_that_is_gone_is_idle(server: EngineServer, control: EngineControl) -> None:
+    await server.__aexit__(None, None, None)
+    await control.idle()
+    async with loop_of(server) as loop:
+        await loop.idle()
+    await server.__aenter__()
+
+
+async def test_a_server_without_developer_mode_is_asked_for_its_gauges(weights: Callable[[int], Path]) -> None:
+    async with EngineServer(started_with=weights(0), kind="vllm") as server:
+        server._vllm_is_paused = None  # type: ignore[method-assign, assignment]
+        server.tails = 1
+        idle = asyncio.create_task(VLLMControl(server.root).idle())
+        await until(lambda: server.asked.count("GET /metrics") >= 5)
+        assert not idle.done()
+        server.tails = 0
+        await idle
+
+
+async def test_a_snapshot_that_stands_still_does_not_make_a_server_idle() -> None:
+    """SGLang's counts are zero while a request has just begun; only further snapshots show it."""
+    snapshots = iter([1.0] * 20 + [2.0, 2.0, 3.0])
+    asked = 0
+
+    async def get(path: str) -> bytes | None:
+        nonlocal asked
+        asked += 1
+        timestamp = next(snapshots)
+        return b'{"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0, "timestamp": %g}]}' % timestamp
+
+    await until_idle(get, "http://here")
+    assert asked == 23
+
+
+async def test_a_function_loop_can_say_when_its_engine_is_idle() -> None:
+    calls = []
+
+    async def answer(state: RolloutState) -> None:
+        await asyncio.Event().wait()
+
+    async def idle() -> None:
+        calls.append(1)
+
+    async with plane(FunctionAgentLoop(answer, idle=idle)) as (manager, _):
+        producing = asyncio.create_task(manager.produce_loop(2))
+        await asyncio.sleep(0.05)
+        await manager.pause_produce()
+    await producing
+    assert calls == [1]
+
+
+# --- an update is whole ---------------------------------------------------------------------------------
+
+
+async def test_g13_every_version_span_names_the_weights_that_made_it(
+    server: EngineServer, control: EngineControl, weights: Callable[[int], Path]
+) -> None:
+    server.tail_ticks = 10
+    trained: list[list[RolloutState]] = []
+    async with loop_of(server, engine=control, max_tokens=60) as loop, plane(loop) as (manager, buffer):
+        producing = asyncio.create_task(manager.produce_loop(4))
+        for step in range(1, 9):
+            async with manager.get_batch(4, step, timeout_s=60) as batch:
+                trained += batch.groups
+            await until(lambda: server.active >= 2)
+            update = await control.update_weights(weights(step), model_step=step, manager=manager)
+            assert (update.checked, update.unchecked) == (5, 0)
+            assert (server.version, server.step, server.running) == (str(step), step, 0)
+        await manager.pause_produce()
+        await closed_ledger(buffer)
+    await producing
+    assert wrong_spans(trained) == []
+    assert server.updates_while_busy == 0
+    assert sum(len(state.version_spans) > 1 for group in trained for state in group) > 8
+
+
+async def refused(server: EngineServer) -> None:
+    # vLLM is asked twice: its first load after an error can fail with the same words.
+    server.refuse_updates = 2 if server.kind == "vllm" else 1
+
+
+async def taken_in_part(server: EngineServer) -> None:
+    server.partial_updates = 1
+
+
+async def not_versioned(server: EngineServer) -> None:
+    server.keep_version = 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [(refused, "answered (500|400)"), (taken_in_part, "only part of the weights"), (not_versioned, "reports version")],
+)
+async def test_g13_an_update_that_is_not_whole_is_an_error_and_no_token_counts_until_it_is(
+    server: EngineServer,
+    control: EngineControl,
+    weights: Callable[[int], Path],
+    fault: Callable[[EngineServer], Awaitable[None]],
+    words: str,
+) -> None:
+    trained: list[list[RolloutState]] = []
+    async with loop_of(server, engine=control, max_tokens=40) as loop, plane(loop) as (manager, buffer):
+        producing = asyncio.create_task(manager.produce_loop(2))
+        async with manager.get_batch(2, 1, timeout_s=60) as batch:
+            trained += batch.groups
+        await fault(server)
+        with pytest.raises(EngineError, match=words):
+            await control.update_weights(weights(1), model_step=1, manager=manager)
+        assert (await closed_ledger(buffer)).get("in_flight", 0) == 0
+        received = len(server.received)
+        await manager.continue_produce(1)  # against all advice
+        with pytest.raises(EngineRestarted, match=r"not known to have the weights of step .* failed"):
+            await producing
+        assert len(server.received) == received
+        await manager.pause_produce()
+        await control.update_weights(weights(1), model_step=1, manager=manager)
+        producing = asyncio.create_task(manager.produce_loop(2))
+        for step in (2, 3):
+            async with manager.get_batch(2, step, timeout_s=60) as batch:
+                trained += batch.groups
+    await producing
+    assert wrong_spans(trained) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "shape", "words"),
+    [
+        (TENSORS[1:], (2, 3), "1 tensors are missing, the first is 'model.embed_tokens.weight'"),
+        ((*TENSORS, "model.layers.7.mlp.up_proj.weight"), (2, 3), "1 tensors are new"),
+        (TENSORS, (3, 2), "8 tensors have another shape"),
+    ],
+)
+async def test_weights_that_would_break_a_server_are_refused_before_it_is_touched(
+    server: EngineServer, control: EngineControl, tmp_path: Path, names: Any, shape: Any, words: str
+) -> None:
+    async with loop_of(server, engine=control) as loop, plane(loop) as (manager, _):
+        bad = save_weights(tmp_path / "bad", 5, names, shape=shape)
+        with pytest.raises(InvalidInput, match=words):
+            await control.update_weights(bad, model_step=5, manager=manager)
+        assert str(manager.producer_state) == "running"
+    assert server.loads == 0
+
+
+async def test_directories_without_weights_are_refused(
+    server: EngineServer, control: EngineControl, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "model.safetensors").write_bytes(b"\xff" * 40)
+    for directory, words in (("nowhere", "no directory"), ("empty", "no safetensors"), ("torn", "cannot be read")):
+        with pytest.raises(InvalidInput, match=words):
+            await control.update_weights(tmp_path / directory, model_step=1)
+    assert server.loads == 0
+
+
+async def test_a_server_that_gave_its_tensors_away_cannot_be_updated(weights: Callable[[int], Path]) -> None:
+    """vLLM on a CPU without the worker extension: it would take half of every update, and say that it took it."""
+    async with EngineServer(started_with=weights(0), kind="vllm") as server:
+        server.weights["model.layers.0.mlp.down_proj.weight"] = b""
+        with pytest.raises(EngineError, match="cannot take new weights whole: it repacked 1 of 5 tensors"):
+            await VLLMControl(server.root).update_weights(weights(1), model_step=1)
+        assert (server.loads, server.paused) == (0, False)
+
+
+async def test_what_the_server_was_started_with_can_be_given(
+    server: EngineServer, weights: Callable[[int], Path]
+) -> None:
+    started_with, server.started_with = server.started_with, Path("/nowhere")
+    unknown = CONTROLS[server.kind](server.root)
+    assert (await unknown.update_weights(weights(1), model_step=1)).unchecked == len(TENSORS)
+    assert (await unknown.update_weights(weights(2), model_step=2)).checked == 5
+    server.started_with = started_with
+    await server.restart()
+    given = CONTROLS[server.kind](server.root, weights=started_with)
+    assert (await given.update_weights(weights(1), model_step=1)).checked == 5
+
+
+async def test_without_verification_checksums_are_not_asked_for(
+    server: EngineServer, weights: Callable[[int], Path]
+) -> None:
+    plain = CONTROLS[server.kind](server.root, verify=False)
+    await plain.update_weights(weights(1), model_step=1)
+    assert not [path for path in server.asked if "checker" in path]
+    assert server.step == 1
+
+
+@pytest.mark.parametrize(
+    "settings", [{"url": "http://here/v1"}, {"url": "ftp://here"}, {"idle_timeout_s": 0}, {"load_timeout_s": True}]
+)
+def test_bad_settings_of_a_control_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidConfig):
+        VLLMControl(**({"url": "http://here"} | settings))
+
+
+async def test_vllm_without_developer_mode_says_what_is_missing(weights: Callable[[int], Path]) -> None:
+    async with EngineServer(started_with=weights(0), kind="anonymous") as server:
+        with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+            await VLLMControl(server.root, weights=weights(0)).update_weights(weights(1), model_step=1)
+
+
+# --- a restarted server serves its start-up weights -----------------------------------------------------
+
+
+@pytest.mark.parametrize("held", [True, False])
+async def test_g13_a_control_loads_the_weights_again_into_a_server_that_restarted(
+    server: EngineServer, control: EngineControl, weights: Callable[[int], Path], held: bool
+) -> None:
+    trained: list[list[RolloutState]] = []
+    async with loop_of(server, engine=control, max_tokens=60, max_retries=8) as loop, plane(loop) as (manager, _):
+        producing = asyncio.create_task(manager.produce_loop(2))
+        for step in range(1, 5):
+            async with manager.get_batch(2, step, timeout_s=60) as batch:
+                trained += batch.groups
+            await control.update_weights(weights(step), model_step=step, manager=manager)
+            if held:
+                await until(lambda: server.active >= 2)  # streams are cut
+            await server.restart()
+            assert server.step == 0
+        async with manager.get_batch(2, 5, timeout_s=60) as batch:
+            trained += batch.groups
+    await producing
+    assert wrong_spans(trained) == []
+    assert {step for group in trained for state in group for step, _ in state.version_spans} > {0}
+
+
+async def test_g13_without_a_control_a_restart_is_an_error_that_says_what_to_do(
+    server: EngineServer, weights: Callable[[int], Path]
+) -> None:
+    trained: list[list[RolloutState]] = []
+    async with loop_of(server, max_tokens=60, max_retries=8) as loop, plane(loop) as (manager, buffer):
+        producing = asyncio.create_task(manager.produce_loop(2))
+        async with manager.get_batch(2, 1, timeout_s=60) as batch:
+            trained += batch.groups
+        for step in (1, 2):
+            await manager.pause_produce()
+            server.load(weights(step))
+            await manager.continue_produce(step)
+            await until(lambda: server.active >= 2)
+            await server.restart()
+            with pytest.raises(EngineRestarted, match="Push the weights again"):
+                await producing
+            assert (await closed_ledger(buffer)).get("in_flight", 0) == 0
+            server.load(weights(step))
+            await manager.continue_produce(step)
+            producing = asyncio.create_task(manager.produce_loop(2))
+            async with manager.get_batch(2, step + 1, timeout_s=60) as batch:
+                trained += batch.groups
+    await producing
+    assert wrong_spans(trained) == []
+
+
+async def test_at_step_0_a_restart_changes_nothing(server: EngineServer) -> None:
+    async with loop_of(server, max_tokens=60, max_retries=8) as loop, plane(loop) as (manager, _):
+        producing = asyncio.create_task(manager.produce_loop(2))
+        await until(lambda: server.active >= 2)
+        await server.restart()
+        async with manager.get_batch(2, 1, timeout_s=60) as batch:
+            assert wrong_spans(batch.groups) == []
+    await producing
+
+
+async def test_a_server_that_loads_its_weights_itself_is_trusted_if_that_is_said(
+    server: EngineServer, weights: Callable[[int], Path]
+) -> None:
+    async with loop_of(server, max_tokens=60, max_retries=8, trust_restarts=True) as loop, plane(loop) as (manager, _):
+        await manager.continue_produce(1)
+        server.load(weights(1))
+        server.started_with = weights(1)
+        producing = asyncio.create_task(manager.produce_loop(2))
+        await until(lambda: server.active >= 2)
+        await server.restart()
+        async with manager.get_batch(2, 2, timeout_s=60) as batch:
+            assert wrong_spans(batch.groups) == []
+    await producing
+
+
+async def test_a_restarted_server_that_reports_the_current_version_counts(
+    server: EngineServer, weights: Callable[[int], Path]
+) -> None:
+    async with loop_of(server, max_tokens=60, max_retries=8) as loop, plane(loop) as (manager, _):
+        server.load(weights(3))
+        await manager.continue_produce(3)
+        producing = asyncio.create_task(manager.produce_loop(2))
+        await until(lambda: server.active >= 2)
+        await server.restart()
+        server.load(weights(3))
+        server.version = "3"
+        async with manager.get_batch(2, 4, timeout_s=60) as batch:
+            assert wrong_spans(batch.groups) == []
+    await producing
+
+
+async def test_g13_a_server_that_does_not_say_who_it_is_is_not_believed_after_a_lost_connection(
+    weights: Callable[[int], Path],
+) -> None:
+    async with EngineServer(started_with=weights(0), kind="anonymous") as server:
+        server.usual = Script(pause_s=0.0005)
+        async with loop_of(server, max_tokens=40) as loop, plane(loop) as (manager, _):
+            server.load(weights(1))
+            await manager.continue_produce(1)
+            producing = asyncio.create_task(manager.produce_loop(2))
+            async with manager.get_batch(2, 2, timeout_s=60) as batch:
+                assert wrong_spans(batch.groups) == []
+            await until(lambda: server.active >= 2)
+            await server.restart()
+            with pytest.raises(EngineRestarted, match="does not say whether it restarted"):
+                await producing
+
+
+async def test_a_server_that_cannot_be_reached_cannot_be_said_to_have_weights(server: EngineServer) -> None:
+    await server.__aexit__(None, None, None)
+    async with loop_of(server) as loop:
+        with pytest.raises(EngineError, match="said to have the weights of step 3, but cannot be reached"):
+            await loop.weights_loaded(3)
+    await server.__aenter__()
+
+
+# --- what is sent and what is reported ------------------------------------------------------------------
+
+
+def sample(rollout_id: int, **fields: Any) -> RolloutState:
+    bare: dict[str, Any] = {"message": [], "prompt_ids": [1, 2], "rollout_id": rollout_id, "group_id": 0}
+    return RolloutState(**(bare | fields))
+
+
+async def test_members_of_a_group_get_different_seeds(server: EngineServer) -> None:
+    async with loop_of(server) as loop:
+        group = [sample(20 + index, sample_params=SampleParams(seed=7, max_tokens=2)) for index in range(4)]
+        await loop.generate_group(group)
+    assert sorted(request.body["seed"] for request in server.received) == [27, 28, 29, 30]
+
+
+@pytest.mark.parametrize("token", [-1, 544, 100_000])
+async def test_ids_outside_the_vocabulary_never_reach_a_server(server: EngineServer, token: int) -> None:
+    async with loop_of(server, vocabulary=544) as loop:
+        bad, good = await loop.generate_group([sample(0, prompt_ids=[1, token]), sample(1, prompt_ids=[0, 543])])
+    assert (bad.status, good.status) == (Status.FAILED, Status.COMPLETED)
+    assert f"hold {token}; expected ids from 0 to 543" in str(bad.error_msg)
+    assert [request.body["prompt"] for request in server.received] == [[0, 543]]
+
+
+REPORTED = (
+    b'{"choices": [{"text": "a", "token_ids": [5, 6, 7], "finish_reason": "stop", "logprobs": {"token_logprobs": '
+    b"[-1, -1, -1]}%s}]%s}"
+)
+SPANS = b', "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 3}]'
+UNKNOWN = b', "weight_versions": [{"version": "default", "start": 0, "end": 3}]'
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (REPORTED % (SPANS, b""), ((3, 1), (4, 2))),
+        (REPORTED % (b"", b', "metadata": {%s}' % SPANS[2:]), ((3, 1), (4, 2))),
+        (REPORTED % (UNKNOWN, b""), ()),
+        (REPORTED % (b"", b""), ()),
+        (REPORTED % (SPANS.replace(b'"end": 3', b'"end": 9'), b""), ()),
+        (REPORTED % (SPANS.replace(b'"start": 1', b'"start": 2'), b""), ()),
+    ],
+)
+async def test_g13_versions_that_the_server_reports_are_taken(
+    server: EngineServer, body: bytes, expected: tuple[tuple[int, int], ...]
+) -> None:
+    server.usual = Script(plain=True, body=body)
+    async with loop_of(server, stream=False) as loop:
+        (state,) = await loop.generate_group([sample(0)])
+    assert server.received[0].body["stream"] is False
+    assert state.version_spans == expected
+
+
+async def test_versions_that_the_server_reports_follow_those_that_there_were(server: EngineServer) -> None:
+    server.usual = Script(plain=True, body=REPORTED % (SPANS, b""))
+    early = sample(0, response_ids=[9, 9], logprobs=[-1.0, -1.0], version_spans=((3, 2),), status=Status.ABORTED)
+    async with loop_of(server, stream=False) as loop:
+        early.status = Status.INIT
+        (state,) = await loop.generate_group([early], enable_partial_rollout=True)
+    assert state.version_spans == ((3, 3), (4, 2))
+
+
+async def test_a_control_uses_no_proxy_of_the_environment(
+    server: EngineServer, control: EngineControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    assert await control.version() == "default"
+    assert isinstance(control._client(), httpx.AsyncClient)
