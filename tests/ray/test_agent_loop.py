@@ -210,7 +210,7 @@ async def test_a_cancel_leaves_what_there_is_in_the_list(either: AgentLoop) -> N
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert statuses(group) == [Status.INIT, Status.INIT, Status.COMPLETED]
+    assert statuses(group) == [Status.ABORTED, Status.ABORTED, Status.COMPLETED]
     assert tokens(group) == [[0, 0], [0, 0], [0, 0, 0]]
 
 
@@ -219,7 +219,7 @@ async def test_a_timeout_is_a_cancel(either: AgentLoop) -> None:
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
             await either.generate_group(group)
-    assert statuses(group) == [Status.INIT]
+    assert statuses(group) == [Status.ABORTED]
 
 
 async def test_one_sample_alone_is_answered(either: AgentLoop) -> None:

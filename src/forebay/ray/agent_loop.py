@@ -215,6 +215,14 @@ class RayAgentLoop(AgentLoop):
             self._pool.paused = False
             await super().resume()
 
+    async def idle(self) -> None:
+        """Wait until the engine of every actor that is up has stopped our requests."""
+        await self._ask_all("call", KeptCall(0, "idle", (), {}))
+
+    async def weights_loaded(self, model_step: int) -> None:
+        """Tell all actors, and those that are restarted later."""
+        await self.call_all("weights_loaded", model_step, keep=True)
+
     async def _say(self, *, paused: bool) -> bool:
         """Tell all actors; False if something else was said meanwhile."""
         pool = self._pool

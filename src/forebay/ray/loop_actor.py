@@ -21,7 +21,7 @@ import ray
 from forebay.agent_loop.base import AgentLoop, failed_member
 from forebay.checks import check_group
 from forebay.codec import decode_group, encode_group
-from forebay.errors import InvalidConfig, InvalidGroup, InvalidInput
+from forebay.errors import EngineRestarted, InvalidConfig, InvalidGroup, InvalidInput
 from forebay.prompts import independent
 from forebay.rollout import Group, RolloutState
 
@@ -35,6 +35,7 @@ class Trouble(NamedTuple):
 
     message: str  # with its type
     traceback: str
+    restarted: bool = False  # an EngineRestarted, which costs no try
 
 
 class Started(NamedTuple):
@@ -255,7 +256,8 @@ async def _awaited(result: Any) -> Any:
 def _trouble(error: BaseException) -> Trouble:
     name = type(error).__name__
     try:
-        return Trouble(f"{name}: {error}", "".join(traceback.format_exception(error)))
+        restarted = isinstance(error, EngineRestarted)
+        return Trouble(f"{name}: {error}", "".join(traceback.format_exception(error)), restarted)
     except Exception:  # it cannot even say what it is
         return Trouble(f"{name}, which cannot be shown", "".join(traceback.format_tb(error.__traceback__)))
 

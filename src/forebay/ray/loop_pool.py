@@ -27,7 +27,7 @@ import ray
 from ray import exceptions
 
 from forebay.agent_loop.base import AgentLoop
-from forebay.errors import EngineError, InvalidConfig, NoCluster, WrongEventLoop
+from forebay.errors import EngineError, EngineRestarted, InvalidConfig, NoCluster, WrongEventLoop
 from forebay.produce.work import look_at
 from forebay.ray.link import check_cluster
 from forebay.ray.loop_actor import KeptCall, LoopActor, Started, Trouble
@@ -409,7 +409,8 @@ def ending(call: Any, *, first: Callable[[], None] | None = None) -> asyncio.Fut
 def engine_error(what: str, trouble: Trouble) -> EngineError:
     """What an actor's loop raised."""
     # The traceback is a note: messages are counted as reasons, and it would make each one its own.
-    error = EngineError(f"{what} raised {trouble.message}")
+    kind = EngineRestarted if trouble.restarted else EngineError
+    error = kind(f"{what} raised {trouble.message}")
     error.add_note(f"In the actor:\n{trouble.traceback}")
     return error
 
