@@ -94,7 +94,7 @@ from forebay.staleness import group_staleness, sample_staleness, stale_threshold
 from forebay.storage.base import Storage
 from forebay.storage.memory import MemoryStorage
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "AgentLoop",
