@@ -83,6 +83,7 @@ class EngineServer(CompletionServer):
     refuse_updates: int = 0  # so many updates are made, and then refused
     partial_updates: int = 0  # so many updates take only the first half of the tensors, and say nothing
     keep_version: int = 0  # so many updates do not change the version
+    started_version: str = "default"
     hold_tails: bool = False  # requests go on for ever after their clients have left
 
     weights: dict[str, bytes] = field(default_factory=dict)
@@ -100,7 +101,7 @@ class EngineServer(CompletionServer):
 
     def _start_up(self) -> None:
         self.weights = _load(self.started_with)
-        self.version, self.cache_of, self.paused = "default", self._made_of, False
+        self.version, self.cache_of, self.paused = self.started_version, self._made_of, False
 
     @property
     def _made_of(self) -> bytes:

@@ -411,9 +411,8 @@ async def test_a_restarted_server_that_reports_the_current_version_counts(
         await manager.continue_produce(3)
         producing = asyncio.create_task(manager.produce_loop(2))
         await until(lambda: server.active >= 2)
+        server.started_with, server.started_version = weights(3), "3"
         await server.restart()
-        server.load(weights(3))
-        server.version = "3"
         async with manager.get_batch(2, 4, timeout_s=60) as batch:
             assert wrong_spans(batch.groups) == []
     await producing

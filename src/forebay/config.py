@@ -278,6 +278,7 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     shuffle: bool = True
     skip_bad_records: bool = False
+    offline: bool = False
     strategy: StrategyConfig = StrategyConfig()
 
     def __post_init__(self) -> None:
@@ -317,6 +318,7 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
                 to_rollout_state=to_rollout_state,
                 tokenize=tokenize,
                 skip_bad_records=self.skip_bad_records,
+                offline=self.offline,
             ),
             strategy=self.strategy.build(
                 replay_buffer,

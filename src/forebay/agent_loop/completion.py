@@ -272,7 +272,7 @@ class Answer:
         if piece.versions:
             self._reported = piece.versions
 
-    def settle(self, known: bool) -> None:
+    def settle(self, *, known: bool) -> None:
         """Keep what came since the last call, or take it back: nobody knows which weights generated it."""
         if not known:
             del self._ids[self._known :], self._logprobs[self._known :]

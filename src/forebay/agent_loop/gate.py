@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 _START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})? ([0-9.eE+]+)\s*$", re.MULTILINE)
 _VERSION_PATHS = ("/weight_info", "/model_info", "/get_model_info")
+_MOST_SPACING_S = 0.25  # a pause may wait for so long
 
 
 class Unreachable(Exception):
@@ -81,10 +82,13 @@ class ServerGate:
         self._fetch = fetch
         self._expected: Process | None = None  # None: whoever answers next
         self._doubt: str | None = None  # why the server is not known to have the weights
+        self._explicit = False  # a control has loaded the weights: they need not be those of the start-up
         self._anonymous = False
         self._has_metrics = True
+        self._not_before = 0.0  # when the server may be asked again
         self._running: asyncio.Task[Process] | None = None
         self._next: asyncio.Task[Process] | None = None
+        self._askers: dict[asyncio.Task[Process], int] = {}
         self._reloading: asyncio.Task[None] | None = None
 
     # --- what the weights are -------------------------------------------------------------------------
@@ -95,7 +99,7 @@ class ServerGate:
             raise self._restarted(self._doubt)
         if self._doubt is None and self.model_step == model_step and self._expected is not None:
             return  # a control that loaded them knows better
-        self.model_step, self._doubt, self._expected = model_step, None, None
+        self.model_step, self._doubt, self._expected, self._explicit = model_step, None, None, False
         if model_step > 0:
             try:
                 self._expected = await self.ask()
@@ -106,7 +110,12 @@ class ServerGate:
 
     def loaded(self, model_step: int, process: Process) -> None:
         """A control has loaded the weights of this step into this process."""
-        self.model_step, self._expected, self._doubt = model_step, process, None
+        self.model_step, self._expected, self._doubt, self._explicit = model_step, process, None, True
+
+    @property
+    def doubted(self) -> bool:
+        """Whether the weights have to be loaded before anything of the server counts."""
+        return self._doubt is not None
 
     def doubt(self, reason: str) -> None:
         """The server may not have the current weights; nothing from it counts until they are loaded."""
@@ -157,21 +166,43 @@ class ServerGate:
             before = self._running if self._running is not None and self._running.get_loop() is loop else None
             self._next = loop.create_task(self._ask_after(before))
             self._next.add_done_callback(_look_at)
-        found = await asyncio.shield(self._next)
+        asking = self._next
+        self._askers[asking] = self._askers.get(asking, 0) + 1
+        try:
+            found = await asyncio.shield(asking)
+        finally:
+            self._askers[asking] -= 1
+            if not self._askers[asking]:
+                del self._askers[asking]
+                self._forget(asking)
         await self._check(found)
+
+    def _forget(self, asking: asyncio.Task[Process]) -> None:
+        """Nobody waits for this answer any more."""
+        if not asking.done():
+            asking.cancel()
+            if self._next is asking:
+                self._next = None
 
     async def _ask_after(self, before: asyncio.Task[Process] | None) -> Process:
         if before is not None and not before.done():
             await asyncio.wait((before,))
-        self._running, self._next = self._next, None  # whoever calls from now on needs a later answer
-        return await self.ask()
+        clock = asyncio.get_running_loop().time
+        await asyncio.sleep(self._not_before - clock())
+        self._running, self._next = asyncio.current_task(), None  # whoever calls from now on needs a later answer
+        began = clock()
+        try:
+            return await self.ask()
+        finally:
+            # An answer can cost a busy server 10 ms of its time: we take no more than a tenth of that.
+            self._not_before = clock() + min(_MOST_SPACING_S, 9 * (clock() - began))
 
     async def ask(self) -> Process:
         """Which process answers at the address now; Unreachable if none does."""
         process = await self._start_time() or await self._start_up()
         if not process:
             version = await self.version()
-            process = "" if version is None else f"with weights {version}"
+            process = "" if version in (None, "default") else f"with weights {version}"
         if not process and not self._anonymous:
             log.warning("server_anonymous url=%s: restarts cannot be told from lost connections", self.url)
         self._anonymous = not process
@@ -210,7 +241,8 @@ class ServerGate:
                 self._expected = found
             if found == self._expected:
                 return
-            if not self.model_step or self.trust_restarts or await self.version() == str(self.model_step):
+            harmless = not self.model_step and not self._explicit
+            if harmless or self.trust_restarts or await self.version() == str(self.model_step):
                 log.warning("server_restarted url=%s: it has the weights all the same", self.url)
                 self._expected = found
                 return

@@ -59,7 +59,8 @@ log = logging.getLogger(__name__)
 
 _MAX_DELAY_S = 30.0
 _FAREWELL_S = 1.0
-_CONFIRM_S = 5.0
+_CONFIRM_S = 35.0
+_HURRIED_CONFIRM_S = 5.0  # in a pause, say
 _GATEWAY_STATUSES = frozenset((502, 503, 504))
 _QUOTED = 200  # characters of a refusal that an error repeats
 # What the loop sets itself, and what would make several answers of one.
@@ -251,19 +252,16 @@ class OpenAIAgentLoop(AgentLoop):
         request = self._client.build_request(
             "POST", self.url, content=msgspec.json.encode(body), headers=self._headers, timeout=self._timeout
         )
-        await self._gate.opened()
         try:
+            await self._gate.opened()
             response = await self._client.send(request, stream=True, follow_redirects=False)
-            # From here on all that comes is of one process; which one it is, is asked while it comes.
-            confirming = asyncio.create_task(self._gate.confirm())
-            try:
+            if response.is_success:
+                await self._take(response, answer)
+            else:
                 try:
-                    await self._receive(response, answer)
+                    raise await self._refusal(response)
                 finally:
                     await response.aclose()
-            finally:
-                await _settle(answer, confirming)
-            confirming.result()
         except httpx.TransportError as error:
             if not isinstance(error, httpx.ReadTimeout):
                 self._gate.lost_connection()
@@ -274,9 +272,26 @@ class OpenAIAgentLoop(AgentLoop):
             kind = response.headers.get("content-type", "no content type")
             raise Interrupted("the answer ended without a finish_reason", detail=f" ({kind:.80})")
 
+    async def _take(self, response: httpx.Response, answer: Answer) -> None:
+        """Receive an answer, and keep it if the server is known to have the current weights.
+
+        All that a connection brings is of one process; which one that is, is asked while it comes.
+        """
+        confirming = asyncio.create_task(self._gate.confirm())
+        try:
+            try:
+                await self._receive(response, answer)
+            finally:
+                await response.aclose()
+        except BaseException:
+            await _settle(answer, confirming, _HURRIED_CONFIRM_S)
+            raise
+        await _settle(answer, confirming, _CONFIRM_S)
+        if not confirming.done():
+            raise Unreachable(f"no answer within {_CONFIRM_S:g} s")
+        confirming.result()
+
     async def _receive(self, response: httpx.Response, answer: Answer) -> None:
-        if not response.is_success:
-            raise await self._refusal(response)
         if response.headers.get("content-encoding", "identity").lower() != "identity":
             # Unpacked it could be a thousand times what came, and the limit on memory would come too late.
             raise WrongAnswer("a compressed answer, although asked for `Accept-Encoding: identity`")
@@ -340,14 +355,16 @@ class OpenAIAgentLoop(AgentLoop):
         return str(said) if self._api_key is None else str(said).replace(self._api_key, "***")
 
 
-async def _settle(answer: Answer, confirming: asyncio.Task[None]) -> None:
+async def _settle(answer: Answer, confirming: asyncio.Task[None], timeout_s: float) -> None:
     """Wait for the word of the server, and keep what it sent, or not. Also when cancelled."""
     try:
-        await asyncio.wait((confirming,), timeout=_CONFIRM_S)
+        await asyncio.wait((confirming,), timeout=timeout_s)
     finally:
-        known = confirming.done() and not confirming.cancelled() and confirming.exception() is None
-        confirming.cancel()
-        answer.settle(known)
+        if not confirming.done():
+            confirming.cancel()
+            answer.settle(known=False)
+        else:
+            answer.settle(known=not confirming.cancelled() and confirming.exception() is None)
 
 
 def _check_vocabulary(state: RolloutState, vocabulary: int | None) -> None:

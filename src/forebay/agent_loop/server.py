@@ -23,7 +23,7 @@ __all__ = ["authorization", "checked_url", "fetch", "until_idle"]
 
 log = logging.getLogger(__name__)
 
-_TIMEOUT = httpx.Timeout(5.0)
+_TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 _MAX_BYTES = 8 * 2**20
 _ABSENT = frozenset((401, 403, 404, 405, 501))
 
@@ -74,7 +74,8 @@ async def until_idle(get: Fetch, url: str) -> None:
     since: float | None = None
     while True:
         try:
-            loads = await get("/v1/loads")
+            body = await get("/v1/loads")
+            loads = None if body is None else _read_loads(body, url)
             gauges = None if loads is not None else _GAUGES.findall(await get("/metrics") or b"")
         except Unreachable as error:
             if isinstance(error.__cause__, (httpx.ConnectError, httpx.ConnectTimeout)):
@@ -83,11 +84,10 @@ async def until_idle(get: Fetch, url: str) -> None:
             seen, since = set(), None
         else:
             if loads is not None:
-                snapshots = _read_loads(loads, url)
-                if any(load.num_running_reqs or load.num_waiting_reqs for load in snapshots):
+                if any(load.num_running_reqs or load.num_waiting_reqs for load in loads):
                     seen = set()
                 else:
-                    seen.add(tuple(load.timestamp for load in snapshots))
+                    seen.add(tuple(load.timestamp for load in loads))
                 if len(seen) >= _SNAPSHOTS:
                     return
             elif not gauges:

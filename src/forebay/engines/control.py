@@ -209,6 +209,8 @@ class EngineControl(ABC):
         """The server restarted: give it again what it had."""
         async with self._turns():
             loaded, step = self._loaded, self._step
+            if not self.gate.doubted:
+                return  # an update came first
             assert loaded is not None, "only a control that has loaded weights loads them again"
             assert step is not None
             if self.verify and await in_thread(lambda: read_weights(loaded.path)) != loaded.tensors:
