@@ -26,6 +26,7 @@ COUNTS = {
     "filtered",
     "discarded",
     "failures",
+    "dropped_responses",
     "in_flight",
     "pauses",
     "pause_s",

@@ -3,7 +3,9 @@
     cd examples && python -m openai_server.server --port 8000
 
 POST /v1/completions takes token ids and streams a chunk per token: text, token id, logprob. A client that goes away
-ends its request, as with the real ones. POST /update_weights loads weights from a file that the trainer wrote.
+ends its request, as with the real ones. POST /update_weights loads weights from a file that the trainer wrote. GET
+/metrics says when the process started and GET /v1/loads what it runs: so the agent loop notices a restart, and waits
+until the engine is idle.
 Loopback only: it trusts whoever can reach it.
 """
 
@@ -13,6 +15,7 @@ import argparse
 import json
 import queue
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -26,6 +29,7 @@ from tiny_grpo.tasks import CONTEXT, END, VOCABULARY, decode
 __all__ = ["main"]
 
 _MAX_BODY_BYTES = 1 << 20
+_STARTED = time.time()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -35,7 +39,16 @@ class Handler(BaseHTTPRequestHandler):
     engine: Engine  # set by `main`
 
     def do_GET(self) -> None:
-        self._answer(200, {"status": "ok", "model_step": self.engine.model_step})
+        if self.path == "/health":
+            self._answer(200, {"status": "ok", "model_step": self.engine.model_step})
+        elif self.path == "/metrics":
+            self._send(200, f"process_start_time_seconds {_STARTED}\n".encode(), "text/plain")
+        elif self.path == "/v1/loads":
+            running, waiting = self.engine.load
+            load = {"num_running_reqs": running, "num_waiting_reqs": waiting, "timestamp": time.time()}
+            self._answer(200, {"loads": [load]})
+        else:
+            self._answer(404, {"error": f"no such path: {self.path}"})
 
     def do_POST(self) -> None:
         try:
@@ -90,9 +103,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.flush()
 
     def _answer(self, status: int, content: dict[str, Any]) -> None:
-        data = json.dumps(content).encode()
+        self._send(status, json.dumps(content).encode(), "application/json")
+
+    def _send(self, status: int, data: bytes, kind: str) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -118,6 +118,12 @@ class Engine:
             self._changed.notify()
         return request.future
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """How many requests run, and how many wait."""
+        with self._changed:
+            return sum(request is not None for request in self._slots), len(self._waiting)
+
     def abort(self) -> None:
         """End what was submitted so far; each completion has the tokens that there are."""
         with self._changed:

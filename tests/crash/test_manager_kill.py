@@ -1,7 +1,7 @@
 """G4 on a real process: a run that is killed again and again skips no prompt and trains none twice.
 
-The parent kills a training process at random moments, also while it opens its store or resumes, and lets the last one
-finish. Then what the final weights were trained on, the log, and the store are held against each other.
+The parent kills a training process a random moment after it did so many things (also none: while it opens its store or
+resumes), and lets the last one finish. Then what the final weights were trained on, the log, and the store are held against each other.
 """
 
 from __future__ import annotations
@@ -32,8 +32,13 @@ def start(directory: Path, kind: str, seed: int, steps: int) -> subprocess.Popen
     return child
 
 
-def live_and_die(directory: Path, kind: str, seed: int, seconds: float) -> None:
+def live_and_die(directory: Path, kind: str, seed: int, events: int, seconds: float) -> None:
+    """Let it log so many events, and kill it a moment later."""
     child = start(directory, kind, seed, 0)
+    assert child.stdout is not None
+    for _ in range(events):
+        if not child.stdout.readline():
+            break  # it ended, which is told below
     try:
         _, errors = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -46,7 +51,7 @@ def live_and_die(directory: Path, kind: str, seed: int, seconds: float) -> None:
 def live_to_the_end(directory: Path, kind: str, seed: int) -> None:
     child = start(directory, kind, seed, LAST_STEPS)
     try:
-        _, errors = child.communicate(timeout=60)
+        _, errors = child.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         child.kill()
         pytest.fail(f"the last life hangs:\n{child.communicate()[1].decode()}")
@@ -109,7 +114,7 @@ def kill_often(directory: Path, kind: str, kills: int, seed: int) -> tuple[int, 
     chance = random.Random(seed)
     directory.mkdir(exist_ok=True)
     for life in range(kills):
-        live_and_die(directory, kind, seed * 1_000 + life, chance.uniform(0.0, 0.3))
+        live_and_die(directory, kind, seed * 1_000 + life, chance.randrange(30), chance.uniform(0.0, 0.03))
     live_to_the_end(directory, kind, seed * 1_000 + kills)
     (last,) = directory.glob("weights-*.json")
     model_step = int(last.stem.split("-")[1])

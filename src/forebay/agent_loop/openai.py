@@ -267,7 +267,7 @@ class OpenAIAgentLoop(AgentLoop):
                 self._gate.lost_connection()
             raise Interrupted(type(error).__name__, detail=f" {error}".rstrip()) from error
         except Unreachable as error:
-            raise Interrupted("it does not say which weights it has", detail=f": {error}") from error
+            raise Interrupted(f"it does not say which weights it has: {error}") from error
         if answer.finish_reason is None:
             kind = response.headers.get("content-type", "no content type")
             raise Interrupted("the answer ended without a finish_reason", detail=f" ({kind:.80})")

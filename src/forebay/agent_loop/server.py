@@ -24,6 +24,8 @@ __all__ = ["authorization", "checked_url", "fetch", "until_idle"]
 log = logging.getLogger(__name__)
 
 _TIMEOUT = httpx.Timeout(30.0, connect=5.0)
+_ATTEMPTS = 3
+_PASSING = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 _MAX_BYTES = 8 * 2**20
 _ABSENT = frozenset((401, 403, 404, 405, 501))
 
@@ -38,6 +40,17 @@ _GAUGES = re.compile(
 
 async def fetch(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> bytes | None:
     """The body of a GET; None if the server has no such path, Unreachable if it does not answer properly."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            return await _fetch(client, url, headers)
+        except Unreachable as error:
+            # A connection that was kept alive may be closed just when it is used again; much depends on the answer.
+            if attempt == _ATTEMPTS - 1 or not isinstance(error.__cause__, _PASSING):
+                raise
+    raise AssertionError("unreachable")
+
+
+async def _fetch(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> bytes | None:
     body = bytearray()
     try:
         async with client.stream("GET", url, headers=dict(headers), timeout=_TIMEOUT) as response:
@@ -75,7 +88,7 @@ async def until_idle(get: Fetch, url: str) -> None:
     while True:
         try:
             body = await get("/v1/loads")
-            loads = None if body is None else _read_loads(body, url)
+            loads = None if body is None else _read_loads(body)
             gauges = None if loads is not None else _GAUGES.findall(await get("/metrics") or b"")
         except Unreachable as error:
             if isinstance(error.__cause__, (httpx.ConnectError, httpx.ConnectTimeout)):
@@ -102,11 +115,12 @@ async def until_idle(get: Fetch, url: str) -> None:
         await asyncio.sleep(_POLL_S)
 
 
-def _read_loads(body: bytes, url: str) -> list[_Load]:
+def _read_loads(body: bytes) -> list[_Load] | None:
+    """The loads of SGLang's ranks; None from a server that answers something else there."""
     try:
         return msgspec.json.decode(body, type=_Loads).loads
-    except msgspec.MsgspecError as error:
-        raise Unreachable(f"GET {url}/v1/loads answered something else: {error}") from None
+    except msgspec.MsgspecError:
+        return None
 
 
 def checked_url(base_url: str) -> str:
