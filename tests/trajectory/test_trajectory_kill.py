@@ -149,7 +149,7 @@ def kill_often(children: Lives, directory: Path, kills: int, seed: int, retain: 
     directory.mkdir(parents=True)
     window = 0 if retain == "all" else 20
     for life in range(kills):
-        events, seconds = chance.randrange(60), chance.uniform(0.0, 0.02)
+        events, seconds = chance.randrange(24), chance.uniform(0.0, 0.02)
         account.read(children.live_and_die(directory, seed * 10_000 + life, retain, events, seconds))
         check_store(directory, account, window, read_only=True)
         check_checkpoint(directory, account, retain)
