@@ -4,12 +4,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-slow lint format bench clean
+.PHONY: help setup demo test test-slow test-engines lint format bench clean
 
 help:
 	@echo "make demo        a small transformer learns by GRPO through Forebay (one to two minutes; DEMO_ARGS= for forebay demo)"
 	@echo "make test        all tests (under ten minutes)"
 	@echo "make test-slow   soak runs"
+	@echo "make test-engines  tests against a live vLLM (ENGINE=sglang: SGLang) on CPU; installs it into .venv-vllm (slow)"
 	@echo "make lint        ruff and mypy --strict"
 	@echo "make bench       every benchmark, quick settings (BENCH_ARGS= for the full ones)"
 
@@ -31,6 +32,11 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
 
+ENGINE ?= vllm
+test-engines:
+	@$(PYTHON) tests/engines/build.py $(ENGINE)
+	ENGINE=$(ENGINE) OMP_NUM_THREADS=1 .venv-$(ENGINE)/bin/python -m pytest tests/engines -v
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -48,4 +54,4 @@ bench: setup
 	done; exit $$status
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist bench/results
+	rm -rf $(VENV) .venv-vllm .venv-sglang .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist bench/results
