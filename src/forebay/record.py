@@ -180,8 +180,7 @@ def present(row: Row) -> list[RolloutState]:
 def separate_extra_fields(members: Sequence[RolloutState]) -> None:
     """Siblings share their extra fields in the buffer; whoever gets them writes into them."""
     for state in members:
-        if state.extra_fields:
-            state.extra_fields = state.extra_fields.copy()
+        state.extra_fields = state.extra_fields.copy()
 
 
 _MAX_TAGS = 64

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from forebay.errors import EngineRestarted, InvalidGroup
+from forebay.prompts import independent
 from forebay.rollout import RolloutState, Status, reset_response
 
 __all__ = ["AgentLoop", "failed_member", "identify_member"]
@@ -95,7 +96,10 @@ class AgentLoop(ABC):
                 if task.cancelled() and not stopped and not self.paused:
                     state = failed_member(state, "generate was cancelled from inside")
                 else:
-                    state.status = Status.ABORTED  # it never returned: whatever it says of itself, it is not complete
+                    # It never returned: whatever it says of itself, it is not complete. A part of it that ignores
+                    # cancels may still run and change the sample, so what there is now is copied.
+                    state = independent(state.__copy__())
+                    state.status = Status.ABORTED
                     restarted = restarted or (None if task.cancelled() else task.exception())
                 results[index] = (state,)
             group[:] = [state for states in results for state in states]
@@ -175,8 +179,8 @@ def identify_member(member: RolloutState, issued: RolloutState, segment: int) ->
 
 
 def failed_member(state: RolloutState, error: str) -> RolloutState:
-    """A member that failed: its prompt, and why."""
-    failed = reset_response(state)
+    """A member that failed: its prompt, with lists and dicts of its own, and why."""
+    failed = independent(reset_response(state))
     failed.status = Status.FAILED
     failed.finish_reason = "error"
     failed.error_msg = error

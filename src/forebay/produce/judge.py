@@ -19,6 +19,7 @@ from forebay.errors import InvalidConfig, InvalidInput
 from forebay.produce.filters import Filter
 from forebay.produce.members import is_answered, leave_unjudged
 from forebay.rollout import RolloutState, Status, group_reward
+from forebay.threads import see_through
 
 __all__ = ["GroupReward", "Judge", "SampleReward", "fail_judging", "set_aside"]
 
@@ -170,11 +171,10 @@ async def _awaited(values: Sequence[Any]) -> list[Any]:
     finally:
         for task in tasks.values():
             task.cancel()
-        if any(not task.done() for task in tasks.values()):
-            await asyncio.wait(tasks.values())
-        for task in tasks.values():
-            if not task.cancelled():
-                task.exception()  # looked at, or asyncio complains when we are cancelled ourselves
+        # A further cancel waits, too: a reward that still runs must not see its sample change hands.
+        cancelled = await see_through(asyncio.gather(*tasks.values(), return_exceptions=True))
+        if cancelled is not None:
+            raise cancelled
     results = list(values)
     for i, task in tasks.items():
         if task.cancelled():

@@ -4,8 +4,8 @@ Before: `prepare` makes what the agent loop gets. After: `collect` holds what it
 member by member, so that one bad answer costs that member and not its siblings; `settle_tries` counts the failures.
 
 The status decides what a member is, never its finish reason. COMPLETED members are kept as they are. A member that is
-`unjudged` is answered, too: it waits only for its reward. Only an ABORTED one may be continued; every other starts from
-its prompt as issued, whatever it carries. The samples of one rollout (its segments) share one fate.
+`unjudged` is answered, too: it waits only for its reward. Only an ABORTED one with a response may be continued; every
+other starts from its prompt as issued, whatever it carries. The samples of one rollout (its segments) share one fate.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def prepare(group: Sequence[RolloutState], *, partial: bool) -> tuple[list[Rollo
             issued += samples
             continue
         state = min(samples, key=lambda sample: sample.segment)
-        continues = partial and len(samples) == 1 and state.status is Status.ABORTED
+        continues = partial and len(samples) == 1 and state.status is Status.ABORTED and carries_response(state)
         if not continues and not is_as_issued(state):
             prompt = state.issued
             state = reset_response(state)
@@ -126,8 +126,9 @@ def _answered(
         return [failed_member(prompt, missing if missing is not None and not answers else problem)]
     for answer in answers:
         answer.task_name, answer.group_id, answer.attempt = prompt.task_name, prompt.group_id, prompt.attempt
+        if answer.issued is None:
+            _keep_prompt(answer, prompt)
         answer.num_tries, answer.issued, answer.unjudged = prompt.num_tries, prompt.issued, False
-        _keep_prompt(answer, prompt)
         if prompt.version_spans and not answer.version_spans and _continues(answer, prompt):
             answer.version_spans = prompt.version_spans  # built by the loop, with tokens of older weights in front
     failed = next((answer for answer in answers if answer.status is Status.FAILED), None)
@@ -141,14 +142,17 @@ def _answered(
 
 def _stopped(kept: RolloutState | None, prompt: RolloutState, partial: bool) -> RolloutState:
     """A member that has to be drawn again, with the tokens that it has if it can continue from them."""
-    if kept is None or not partial:
+    if kept is None or not partial or not carries_response(kept):
         kept = reset_response(prompt)
     kept.status = Status.ABORTED
     return kept
 
 
 def _keep_prompt(answer: RolloutState, prompt: RolloutState) -> None:
-    """What a sample that the loop built anew lacks of its prompt, which it may need to be generated again."""
+    """What a sample that the loop built itself lacks of its prompt: rewards and trainers look for it there.
+
+    One that the loop was given has all of it; what is not there was taken out.
+    """
     for name in (*PROMPT_FIELDS, "sample_params", "session_id"):
         if getattr(answer, name) is None:
             setattr(answer, name, getattr(prompt, name))

@@ -343,7 +343,8 @@ class Works:
         """Reward and filter; the error, if it cost a try, and a cancel meanwhile. In a pause there is little time."""
         if self._judge.idle or not any(state.status is Status.COMPLETED for state in members):
             return None, None
-        judging = asyncio.ensure_future(self._judge.judge(members, self._max_tries))
+        # With a list of its own: one that is left behind must not get hold of what we keep instead.
+        judging = asyncio.ensure_future(self._judge.judge(list(members), self._max_tries))
         cancelled, hurried = None, False
         try:
             await asyncio.wait(
