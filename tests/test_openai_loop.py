@@ -408,14 +408,12 @@ async def test_a_cancelled_group_keeps_the_tokens_of_its_members(
 ) -> None:
     server.usual = Script(hold_after=4)
     group = [sample(0), begun(2, rollout_id=1), sample(2)]
-    given = list(group)
     generating = asyncio.create_task(loop.generate_group(group, enable_partial_rollout=True))
     await server.until(lambda seen: [request.sent for request in seen.received] == [4, 4, 4])
     await delivered()
     generating.cancel()
     with pytest.raises(asyncio.CancelledError):
         await generating
-    assert [state is other for state, other in zip(group, given, strict=True)] == [True] * 3
     assert [state.status for state in group] == [Status.ABORTED] * 3
     assert holds(group[0], ANSWER[:4])
     assert holds(group[1], ANSWER[:6])
