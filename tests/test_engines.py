@@ -34,9 +34,11 @@ from forebay import (
     Task,
     Timeouts,
 )
+from forebay.agent_loop.gate import Unreachable
 from forebay.agent_loop.openai import OpenAIAgentLoop
 from forebay.agent_loop.server import until_idle
 from forebay.engines import EngineControl, SGLangControl, VLLMControl
+from forebay.engines.weights import Tensor, check_update
 from tests.engine_server import TENSORS, EngineServer, save_weights, wrong_spans
 from tests.openai_server import Script
 from tests.support import closed_ledger
@@ -511,3 +513,76 @@ async def test_a_control_uses_no_proxy_of_the_environment(
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     assert await control.version() == "default"
     assert isinstance(control._client(), httpx.AsyncClient)
+
+
+# --- holds, ranks and doubts ----------------------------------------------------------------------------
+
+
+async def test_a_cancelled_idle_leaves_no_server_paused(weights: Callable[[int], Path]) -> None:
+    async with EngineServer(started_with=weights(0), kind="vllm") as server:
+        server.tails = 1
+        waiting = asyncio.create_task(VLLMControl(server.root).idle())
+        await until(lambda: any(path.startswith("POST /pause") for path in server.asked))
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        server.tails = 0
+        assert server.asked[-1] == "POST /resume"
+
+
+async def test_idle_does_not_resume_a_server_that_an_update_holds(weights: Callable[[int], Path]) -> None:
+    async with EngineServer(started_with=weights(0), kind="vllm") as server:
+        control = VLLMControl(server.root)
+        server.tails = 1
+        idle = asyncio.create_task(control.idle())
+        await until(lambda: any(path.startswith("POST /pause") for path in server.asked))
+        control._held = True
+        server.tails = 0
+        await idle
+        assert "POST /resume" not in server.asked
+
+
+OLD = {"model.norm.weight": "a", "model.layers.0.self_attn.qkv_proj.weight": "b"}
+NEW = {name: digest + "!" for name, digest in OLD.items()}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ({"tp0": OLD, "tp1": OLD}, {"tp0": NEW, "tp1": OLD}, "rank 'tp1' took none"),
+        ({"tp0": OLD, "tp1": OLD}, {"tp0": NEW, "tp1": {**NEW, "model.norm.weight": "c"}}, "ranks had one"),
+        ({"tp0": OLD}, {"tp0": {**NEW, "model.norm.weight": "a"}}, "1 of 2 tensors did not change"),
+        ({"tp0": {"other": "x"}}, {"tp0": {"other": "y"}}, "names its tensors otherwise"),
+    ],
+)
+def test_an_update_that_some_ranks_did_not_take_is_not_whole(before: Any, after: Any, words: str) -> None:
+    names = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight")
+    old = {name: Tensor("F32", (1,), b"old") for name in names}
+    new = {name: Tensor("F32", (1,), b"new") for name in names}
+    with pytest.raises(EngineError, match=words):
+        check_update(old, new, before, after, "http://here")
+    assert check_update(old, new, {"tp0": OLD}, {"tp0": NEW}, "http://here") == (2, 0)
+
+
+async def test_a_server_with_a_control_has_the_weights_that_its_control_loaded(
+    server: EngineServer, control: EngineControl, weights: Callable[[int], Path]
+) -> None:
+    await control.update_weights(weights(7), model_step=7)
+    async with loop_of(server, engine=control) as loop:
+        await loop.weights_loaded(7)
+        with pytest.raises(EngineError, match="loaded with the weights of step 7 by its control"):
+            await loop.weights_loaded(8)
+
+
+async def test_a_server_that_does_not_answer_is_not_taken_for_idle() -> None:
+    asked = 0
+
+    async def get(path: str) -> bytes | None:
+        nonlocal asked
+        asked += 1
+        if asked < 4:
+            raise Unreachable("no answer") from httpx.ConnectTimeout("slow network")
+        raise Unreachable("gone") from ConnectionRefusedError()
+
+    await until_idle(get, "http://here")
+    assert asked == 4

@@ -99,6 +99,11 @@ class ServerGate:
             raise self._restarted(self._doubt)
         if self._doubt is None and self.model_step == model_step and self._expected is not None:
             return  # a control that loaded them knows better
+        if self._explicit:
+            raise EngineError(
+                f"{self.url} was loaded with the weights of step {self.model_step} by its control, and is said to have "
+                f"those of step {model_step}; give them to update_weights of the control"
+            )
         self.model_step, self._doubt, self._expected, self._explicit = model_step, None, None, False
         if model_step > 0:
             try:

@@ -19,7 +19,7 @@ import msgspec
 from forebay.agent_loop.gate import Fetch, Unreachable
 from forebay.errors import InvalidConfig
 
-__all__ = ["authorization", "checked_url", "fetch", "until_idle"]
+__all__ = ["authorization", "checked_url", "fetch", "is_refused", "until_idle"]
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +67,15 @@ async def _fetch(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]
     return bytes(body)
 
 
+def is_refused(error: BaseException | None) -> bool:
+    """Whether nobody listens at an address. A host that does not answer may be busy all the same."""
+    if error is None or isinstance(error, ConnectionRefusedError):
+        return error is not None
+    if isinstance(error, BaseExceptionGroup):
+        return bool(error.exceptions) and all(is_refused(inner) for inner in error.exceptions)
+    return is_refused(error.__cause__ or error.__context__)
+
+
 class _Load(msgspec.Struct):
     num_running_reqs: int
     num_waiting_reqs: int
@@ -91,7 +100,7 @@ async def until_idle(get: Fetch, url: str) -> None:
             loads = None if body is None else _read_loads(body)
             gauges = None if loads is not None else _GAUGES.findall(await get("/metrics") or b"")
         except Unreachable as error:
-            if isinstance(error.__cause__, (httpx.ConnectError, httpx.ConnectTimeout)):
+            if is_refused(error):
                 log.warning("idle_server_gone url=%s: a server that is not there runs nothing", url)
                 return
             seen, since = set(), None

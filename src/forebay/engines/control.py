@@ -13,10 +13,12 @@ A control has no connection of its own to close, and can be used from any event 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -25,18 +27,17 @@ import httpx
 import msgspec
 
 from forebay.agent_loop.gate import EngineGone, Process, ServerGate, Unreachable
-from forebay.agent_loop.server import authorization, checked_url, fetch
+from forebay.agent_loop.server import authorization, checked_url, fetch, is_refused
 from forebay.checks import whole_number
-from forebay.engines.weights import Tensor, check_reloadable, check_same_tensors, check_update, read_weights
+from forebay.engines.weights import Checksums, Tensor, check_reloadable, check_same_tensors, check_update, read_weights
 from forebay.errors import EngineError, InvalidConfig
-from forebay.threads import Turns, in_thread
+from forebay.threads import Turns, in_thread, see_through
 
 __all__ = ["Checksums", "EngineControl", "Producer", "WeightUpdate"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Checksums = Mapping[str, str]
 
 _QUOTED = 300
 
@@ -64,7 +65,7 @@ class _Loaded(msgspec.Struct, frozen=True):
 
     path: Path
     tensors: dict[str, Tensor]
-    checksums: dict[str, str]
+    checksums: dict[str, dict[str, str]]
 
 
 class EngineControl(ABC):
@@ -126,8 +127,22 @@ class EngineControl(ABC):
             await self._hold()
         except EngineGone as gone:
             log.warning("idle_server_gone url=%s error=%s", self.url, gone)
+        except BaseException:
+            with suppress(EngineError):  # what ended the wait says more
+                await self._let_go()
+            raise
+        else:
+            await self._let_go()
+
+    async def _let_go(self) -> None:
+        """Let the server generate again, unless an update holds it; also when cancelled."""
+        if self._held:
             return
-        await self._release()
+        releasing = asyncio.ensure_future(self._release())
+        cancelled = await see_through(releasing)
+        releasing.result()
+        if cancelled is not None:
+            raise cancelled
 
     async def update_weights(
         self, path: str | PathLike[str], *, model_step: int, manager: Producer | None = None
@@ -173,15 +188,16 @@ class EngineControl(ABC):
         check: Callable[[Checksums], tuple[int, int]],
     ) -> tuple[int, int]:
         """Load and check; how many tensors were checked, and how many could not be."""
-        await self._hold()
+        held, self._held = self._held, True
         try:
+            await self._hold()
             if self.verify:
                 check_reloadable(await self._checksums(), self.url)
         except BaseException:
-            if not self._held:
-                await self._release()
+            self._held = held
+            with suppress(EngineError):
+                await self._let_go()
             raise
-        self._held = True
         self.gate.doubt("an update of its weights has begun, and has not ended")
         try:
             await self._load_weights(directory, str(model_step))
@@ -198,9 +214,9 @@ class EngineControl(ABC):
         except BaseException as error:
             self.gate.doubt(f"an update to step {model_step} failed: {type(error).__name__} {error}".rstrip())
             raise
-        self._loaded, self._step = _Loaded(directory, tensors, dict(checksums)), model_step
-        await self._release()
+        self._loaded, self._step = _Loaded(directory, tensors, _plain(checksums)), model_step
         self._held = False
+        await self._let_go()
         self.gate.loaded(model_step, process)
         self.gate.reload = self._reload
         return counts
@@ -211,6 +227,8 @@ class EngineControl(ABC):
             loaded, step = self._loaded, self._step
             if not self.gate.doubted:
                 return  # an update came first
+            if self.gate.model_step != step:
+                raise EngineError(f"the control has loaded step {step}, and step {self.gate.model_step} is needed")
             assert loaded is not None, "only a control that has loaded weights loads them again"
             assert step is not None
             if self.verify and await in_thread(lambda: read_weights(loaded.path)) != loaded.tensors:
@@ -222,19 +240,23 @@ class EngineControl(ABC):
 
     def _check(self, baseline: _Loaded | None, tensors: Mapping[str, Tensor], checksums: Checksums) -> tuple[int, int]:
         if baseline is not None:
-            return check_update(baseline.tensors, tensors, baseline.checksums, checksums, self.url)
+            checked, unchecked = check_update(baseline.tensors, tensors, baseline.checksums, checksums, self.url)
+            if unchecked:
+                log.warning("weights_partly_unchecked url=%s tensors=%d: it names them otherwise", self.url, unchecked)
+            return checked, unchecked
         if self.verify:
             log.warning("weights_unchecked url=%s: it is not known what it was loaded with before", self.url)
         return 0, len(tensors)
 
     def _check_same(self, before: Checksums, checksums: Checksums) -> tuple[int, int]:
-        other = {name for name in before if checksums.get(name) != before[name]}
+        digests = {(rank, name): digest for rank, tensors in before.items() for name, digest in tensors.items()}
+        other = {key for key, digest in digests.items() if checksums.get(key[0], {}).get(key[1]) != digest}
         if other:
             raise EngineError(
-                f"{self.url} took only part of the weights: {len(other)} of {len(before)} tensors are not what they "
+                f"{self.url} took only part of the weights: {len(other)} of {len(digests)} tensors are not what they "
                 f"were before it restarted (the first: {min(other)!r})"
             )
-        return len(before), 0
+        return len(digests), 0
 
     async def _baseline(self) -> _Loaded | None:
         """What the server was last loaded with, or started with; None if that cannot be known."""
@@ -244,7 +266,7 @@ class EngineControl(ABC):
             directory = self._weights or await self._started_with()
             if directory is not None and (self._weights is not None or directory.is_dir()):
                 tensors = await in_thread(lambda: read_weights(directory))
-                self._loaded = _Loaded(directory, tensors, dict(await self._checksums()))
+                self._loaded = _Loaded(directory, tensors, _plain(await self._checksums()))
         return self._loaded
 
     async def _process(self) -> Process:
@@ -269,7 +291,7 @@ class EngineControl(ABC):
 
     @abstractmethod
     async def _checksums(self) -> Checksums:
-        """A checksum of each tensor of the server by name, ranks told apart."""
+        """A checksum of each tensor of the server by name, by rank."""
 
     @abstractmethod
     async def _drop_cache(self) -> None:
@@ -304,9 +326,9 @@ class EngineControl(ABC):
                 return await client.post(
                     self.url + path, content=content, headers=headers, params=params, timeout=timeout_s
                 )
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise EngineGone(f"{self.url} cannot be reached: {error}") from error
         except httpx.TransportError as error:
+            if is_refused(error):
+                raise EngineGone(f"{self.url} cannot be reached: {error}") from error
             raise EngineError(
                 f"{self.url}: POST {path} got no answer: {type(error).__name__} {error}".rstrip()
             ) from error
@@ -334,6 +356,10 @@ class EngineControl(ABC):
             return msgspec.json.decode(response.content, type=kind)
         except msgspec.MsgspecError as error:
             raise EngineError(f"{self.url}: POST {path} answered something else: {error}") from None
+
+
+def _plain(checksums: Checksums) -> dict[str, dict[str, str]]:
+    return {rank: dict(tensors) for rank, tensors in checksums.items()}
 
 
 def _absolute(path: str | PathLike[str]) -> Path:

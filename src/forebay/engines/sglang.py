@@ -6,7 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from forebay.engines.control import Checksums, EngineControl
+from forebay.engines.control import EngineControl
+from forebay.engines.weights import Checksums
 from forebay.errors import EngineError
 
 __all__ = ["SGLangControl"]
@@ -52,11 +53,8 @@ class SGLangControl(EngineControl):
     async def _checksums(self) -> Checksums:
         path = "/weights_checker"
         response = await self._post(path, {"action": "checksum"}, timeout_s=self.load_timeout_s)
-        joined: dict[str, str] = {}
-        for rank in self._read(path, response, _Checksums).ranks:
-            for name, digest in rank.checksums.items():
-                joined[name] = joined.get(name, "") + digest
-        return joined
+        ranks = self._read(path, response, _Checksums).ranks
+        return {f"rank {number}": rank.checksums for number, rank in enumerate(ranks)}
 
     async def _drop_cache(self) -> None:
         """Nothing: an update that succeeds has dropped it, and one that could not is refused."""

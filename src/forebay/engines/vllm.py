@@ -10,7 +10,8 @@ import msgspec
 
 from forebay.agent_loop.gate import EngineGone, Unreachable
 from forebay.agent_loop.server import until_idle
-from forebay.engines.control import Checksums, EngineControl
+from forebay.engines.control import EngineControl
+from forebay.engines.weights import Checksums
 from forebay.errors import EngineError
 
 __all__ = ["VLLMControl"]
@@ -63,7 +64,6 @@ class VLLMControl(EngineControl):
         except EngineGone:
             raise
         except EngineError as error:
-            await self._release()
             raise self._busy() from error
         if not response.is_success:
             raise self._refused(path, response)
@@ -84,7 +84,7 @@ class VLLMControl(EngineControl):
     async def _checksums(self) -> Checksums:
         path = "/weight_checker"
         response = await self._post(path, {"action": "checksum"}, timeout_s=self.load_timeout_s)
-        return _by_name(self._read(path, response, _Checksums).checksums)
+        return _by_rank(self._read(path, response, _Checksums).checksums)
 
     async def _drop_cache(self) -> None:
         path = "/reset_prefix_cache"
@@ -105,10 +105,10 @@ class VLLMControl(EngineControl):
         return "; start vLLM with VLLM_SERVER_DEV_MODE=1, which opens these paths" if status == 404 else ""
 
 
-def _by_name(checksums: Checksums) -> Checksums:
-    """One checksum for each name: those of all ranks ("dp0:pp0:pcp0:tp0:name") joined in order."""
-    joined: dict[str, str] = {}
-    for key in sorted(checksums):
-        name = key.rpartition(":")[2]
-        joined[name] = joined[name] + checksums[key] if name in joined else checksums[key]
-    return joined
+def _by_rank(checksums: dict[str, str]) -> Checksums:
+    """The checksums of each rank by name, from keys like "dp0:pp0:pcp0:tp1:model.norm.weight"."""
+    ranks: dict[str, dict[str, str]] = {}
+    for key, digest in checksums.items():
+        rank, _, name = key.rpartition(":")
+        ranks.setdefault(rank, {})[name] = digest
+    return ranks

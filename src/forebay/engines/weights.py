@@ -13,13 +13,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import msgspec
 
 from forebay.errors import EngineError, InvalidInput
 
-__all__ = ["Tensor", "check_same_tensors", "check_update", "read_weights", "server_name"]
+__all__ = [
+    "Checksums",
+    "Tensor",
+    "check_reloadable",
+    "check_same_tensors",
+    "check_update",
+    "read_weights",
+    "server_name",
+]
+
+Checksums: TypeAlias = Mapping[str, Mapping[str, str]]
+"""What a server says of its tensors: a checksum by name, by rank."""
 
 _MAX_HEADER_BYTES = 100 * 2**20
 _INDEX = "model.safetensors.index.json"
@@ -143,39 +154,56 @@ def _form(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
 def check_update(
     before: Mapping[str, Tensor],
     after: Mapping[str, Tensor],
-    server_before: Mapping[str, str],
-    server_after: Mapping[str, str],
+    server_before: Checksums,
+    server_after: Checksums,
     url: str,
 ) -> tuple[int, int]:
-    """How many tensors of the server were found as they must be, and how many could not be looked at.
+    """How many tensors of the server were found as they must be, and how many of the files could not be looked for.
 
-    EngineError if the server did not change exactly what changed on disk. The maps of a server are checksums by name.
+    EngineError unless the server changed exactly what changed on disk, and every rank took part.
     """
     check_reloadable(server_after, url)
-    changed_on_disk = {server_name(name) for name in after if name not in before or after[name] != before[name]}
-    known_on_disk = {server_name(name) for name in after}
-    changed = {name for name in server_after if server_after[name] != server_before.get(name)}
-    left = changed_on_disk & server_after.keys() - changed
+    on_disk = {server_name(name) for name in after if name not in before or after[name] != before[name]}
+    known = {server_name(name) for name in after}
+    names = {name for tensors in server_after.values() for name in tensors}
+    changed: set[str] = set()
+    for rank, tensors in server_after.items():
+        earlier = server_before.get(rank, {})
+        here = {name for name, digest in tensors.items() if digest != earlier.get(name)}
+        if on_disk & tensors.keys() and not on_disk & here:
+            raise _partial(url, f"its rank {rank!r} took none of the {len(on_disk)} tensors that changed on disk")
+        changed |= here
+    left, odd = on_disk & names - changed, changed & known - on_disk
     if left:
-        raise EngineError(
-            f"{url} took only part of the weights: {len(left)} of {len(changed_on_disk)} tensors that changed on disk "
-            f"did not change there (the first: {min(left)!r}); it must not generate before a whole update"
-        )
-    odd = changed & known_on_disk - changed_on_disk
+        raise _partial(url, f"{len(left)} of {len(on_disk)} tensors did not change there (the first: {min(left)!r})")
     if odd:
+        raise _partial(url, f"{len(odd)} tensors changed that did not change on disk (the first: {min(odd)!r})")
+    for name in known & names:
+        if len(_digests(server_before, name)) == 1 < len(_digests(server_after, name)):
+            raise _partial(url, f"its ranks had one {name!r}, and now have different ones")
+    if on_disk and not known & names:
         raise EngineError(
-            f"{url} changed {len(odd)} tensors that did not change on disk (the first: {min(odd)!r}); it must not "
-            "generate before a whole update"
+            f"{url} names its tensors otherwise than the files do (the first there: {min(names, default=None)!r}), so "
+            "nothing could be compared; give verify=False to the control if you trust it"
         )
-    return len(known_on_disk & server_after.keys()), len(known_on_disk - server_after.keys())
+    return len(known & names), len(known - names)
 
 
-def check_reloadable(checksums: Mapping[str, str], url: str) -> None:
+def _digests(checksums: Checksums, name: str) -> set[str]:
+    return {tensors[name] for tensors in checksums.values() if name in tensors}
+
+
+def _partial(url: str, problem: str) -> EngineError:
+    return EngineError(f"{url} took only part of the weights: {problem}; it must not generate before a whole update")
+
+
+def check_reloadable(checksums: Checksums, url: str) -> None:
     """EngineError if a server has tensors that cannot be replaced."""
-    gone = [name for name, digest in checksums.items() if digest == _EMPTY]
+    digests = [(name, digest) for tensors in checksums.values() for name, digest in tensors.items()]
+    gone = [name for name, digest in digests if digest == _EMPTY]
     if gone:
         raise EngineError(
-            f"{url} cannot take new weights whole: it repacked {len(gone)} of {len(checksums)} tensors and gave their "
+            f"{url} cannot take new weights whole: it repacked {len(gone)} of {len(digests)} tensors and gave their "
             f"memory away (the first: {min(gone)!r}). vLLM on a CPU needs a worker extension that keeps them plain "
             "(docs/guide/engines.md)"
         )

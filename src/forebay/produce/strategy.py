@@ -243,6 +243,8 @@ class ProduceStrategy:
         if task.told.get(agent_loop) != steps.model_step and not agent_loop.takes_weights_while_running:
             await agent_loop.weights_loaded(steps.model_step)
             task.told[agent_loop] = steps.model_step
+            if isinstance(works.broken, EngineRestarted):
+                works.broken = None  # of the weights before
         if works.pauses == pauses and not stopped():
             await self._resume(task, agent_loop)
         if works.pauses == pauses and not stopped():  # else a pause came meanwhile, and this call ends at once
@@ -442,7 +444,10 @@ class ProduceStrategy:
         names = list(self._tasks) if task_name is None else [task_name]
         tasks = [self._tasks[name] for name in names if name in self._tasks]
         began = asyncio.get_running_loop().time()
-        await asyncio.gather(*[self._pause_task(task) for task in tasks])
+        ended = await asyncio.gather(*[self._pause_task(task) for task in tasks], return_exceptions=True)
+        for problem in ended:
+            if isinstance(problem, BaseException):
+                raise problem  # when all of them have ended: none runs into the next pause
         return asyncio.get_running_loop().time() - began
 
     async def _pause_task(self, task: _Task) -> None:
