@@ -1,7 +1,8 @@
 """G4 on a real process: a run that is killed again and again skips no prompt and trains none twice.
 
 The parent kills a training process a random moment after it did so many things (also none: while it opens its store or
-resumes), and lets the last one finish. Then what the final weights were trained on, the log, and the store are held against each other.
+resumes), and lets the last one finish. Then what the final weights were trained on, the log, and the store are held
+against each other.
 """
 
 from __future__ import annotations
