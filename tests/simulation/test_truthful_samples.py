@@ -276,7 +276,7 @@ class Attempt:
             self.write("chunks", "turns")
         while dialogue.turn < dialogue.turns:
             for _ in range(chance.randint(1, 2)):
-                if await self.is_stopped(chance.expovariate(4), "turn") or chance.random() < 0.05:
+                if await self.is_stopped(chance.expovariate(4), "turn") or chance.random() < 0.03:
                     return self.stopped()
                 if self.raises and chance.random() < 0.5:
                     self.failed = True
@@ -379,7 +379,7 @@ class Attempt:
             raise asyncio.CancelledError
         result = self.result() if self.chance.random() < 0.7 else self.state
         result.status, result.finish_reason = Status.ABORTED, self.chance.choice((None, "abort", "stop", "tool_calls"))
-        if self.chance.random() > 0.4:
+        if self.chance.random() > 0.2:
             return result
         self.failed = True  # several segments cannot be continued
         other = self.without_unchanged(self.segment())
