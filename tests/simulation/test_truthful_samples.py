@@ -252,8 +252,7 @@ class Attempt:
         self.in_place, self.arrays, self.fills_tokens = draw() < 0.5, draw() < 0.3, draw() < 0.5
         self.completes_turns = draw() < 0.3 and not isinstance(loop, OneByOneLoop)  # as OpenAIAgentLoop.generate does
         self.own_versions = draw() < 0.3 or isinstance(loop, RunningLoop)
-        often = self.dialogue.attempts > 1 or isinstance(loop, OneByOneLoop)
-        self.raises, self.is_empty = draw() < (0.3 if often else 0.05), draw() < 0.02
+        self.raises, self.is_empty = draw() < (0.3 if self.dialogue.attempts > 1 else 0.05), draw() < 0.02
         self.stubborn, self.raises_when_stopped = draw() < 0.15, draw() < 0.1
         self.ignored_cancel = self.failed = False
 
@@ -729,8 +728,8 @@ def explore_all(seeds: Sequence[int]) -> None:
     if len(seeds) == 1:
         return
     total = sum((seen for seen, _ in results), Counter[str]())
-    missing = [name for name in RARE if not total[name]]
-    assert not missing, f"never {missing} in {total}"
+    missing = [name for name in RARE if total[name] < 3]
+    assert not missing, f"hardly ever {missing} in {total}"
 
 
 RARE = (
