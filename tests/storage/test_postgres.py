@@ -37,6 +37,7 @@ from forebay.storage.base import Arrival, Claim, Content, Purpose, Settings
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.postgres.connections import Step
 from forebay.storage.postgres.rows import COLUMNS, from_text, record_values, to_text
+from forebay.storage.postgres.schema import VERSION
 from forebay.testing import StorageConformance
 from forebay.testing.machine import machine_for
 from forebay.testing.samples import make_group
@@ -121,11 +122,11 @@ def test_a_buffer_name_that_is_no_identifier_is_refused(name: Any) -> None:
 async def test_a_newer_schema_is_refused_and_left_alone() -> None:
     storage = schemas.make()
     async with opened(storage):
-        await execute(f'UPDATE "{storage.name}".store SET version = 2')
+        await execute(f'UPDATE "{storage.name}".store SET version = {VERSION + 1}')
         newer = another(storage)
-        with pytest.raises(InvalidConfig, match="schema version 2"):
+        with pytest.raises(InvalidConfig, match=f"schema version {VERSION + 1}"):
             await newer.open("other", Settings(), None)
-        with pytest.raises(InvalidConfig, match="schema version 2"):
+        with pytest.raises(InvalidConfig, match=f"schema version {VERSION + 1}"):
             await newer.ledger()
 
 
