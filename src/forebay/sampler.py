@@ -34,7 +34,7 @@ from forebay.issued import remember_prompt
 from forebay.prompts import Tokenize, ToRolloutState, as_answer, build_prompt, independent, without_response
 from forebay.record import number_rollouts
 from forebay.rollout import RolloutState, Status, carries_response
-from forebay.threads import Turns, in_thread, see_through
+from forebay.threads import DATA, Turns, in_thread, see_through
 
 __all__ = ["RETRYABLE", "Sampler", "SamplerWithReplayBuffer"]
 
@@ -94,7 +94,7 @@ class _Prompts:
         """The groups from `cursor` on; `state` is the loader's state there. A loader is read one by one."""
         if self._inline:
             return self._read(cursor, n, state)
-        return await in_thread(lambda: self._read(cursor, n, state))
+        return await in_thread(lambda: self._read(cursor, n, state), pool=DATA)
 
     def _read(self, cursor: int, n: int, state: bytes | None) -> _Drawn:
         with self._reading:  # samplers of several buffers may share a loader

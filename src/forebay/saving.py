@@ -18,10 +18,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, nullcontext
 from os import PathLike
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec.structs import asdict, replace
 
@@ -34,10 +35,11 @@ from forebay.record import Record, Row, describe
 from forebay.references import as_values, resolve_group
 from forebay.rollout import Group, RolloutState, Status, group_status, reset_response
 from forebay.storage.base import Storage
-from forebay.threads import in_thread, see_through
+from forebay.threads import grace, in_thread, start_thread
 
 __all__ = ["as_saved", "prompts_of", "resume_storage", "save_storage"]
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 2 * 2**20
@@ -142,12 +144,9 @@ async def save_storage(
             replay_buffer_saved=not prompts_only,
             extra=content,
         )
-        published = await in_thread(lambda: writer.publish(manifest))
+        published = await in_thread(lambda: chunks.locked(lambda: writer.publish(manifest)))
     finally:
-        try:
-            await chunks.settle()
-        finally:
-            writer.abort()
+        await grace(start_thread(lambda: chunks.locked(writer.abort)))
     if model_step is not None:
         await storage.saved(model_step)
     log.info("checkpoint_saved path=%s model_step=%s groups=%d", directory, model_step, published.files[0].entries)
@@ -162,6 +161,12 @@ class _Chunks:
         self._entries: list[tuple[bytes, bytes]] = []
         self._bytes = 0
         self._writing: asyncio.Future[None] | None = None
+        self._lock = threading.Lock()
+
+    def locked(self, call: Callable[[], T]) -> T:
+        """Call something of the writer when no thread uses it, also one that a cancelled save left behind."""
+        with self._lock:
+            return call()
 
     async def add(self, record: bytes, frame: bytes) -> None:
         self._entries.append((record, frame))
@@ -173,26 +178,25 @@ class _Chunks:
         await self._hand_over()
         await self._hand_over()
 
-    async def settle(self) -> None:
-        """Wait for the thread, which nothing can cancel: the writer must not be closed under it."""
-        if self._writing is not None:
-            await see_through(self._writing)
-            if not self._writing.cancelled():
-                self._writing.exception()  # what ended the save says more
-
     async def _hand_over(self) -> None:
         if self._writing is not None:
             await asyncio.shield(self._writing)
             self._writing = None
         if self._entries:
             entries, self._entries, self._bytes = self._entries, [], 0
-            # A plain future, not a task: a loop that shuts down cancels tasks, and a thread cannot be cancelled.
-            self._writing = asyncio.get_running_loop().run_in_executor(None, self._write, entries)
+            self._writing = start_thread(lambda: self.locked(lambda: self._write(entries)))
+            self._writing.add_done_callback(_look_at)
         await asyncio.sleep(0)
 
     def _write(self, entries: list[tuple[bytes, bytes]]) -> None:
         for record, frame in entries:
             self._writer.write(record, frame)
+
+
+def _look_at(writing: asyncio.Future[None]) -> None:
+    """What ended a save says more than the write that failed because of it."""
+    if not writing.cancelled():
+        writing.exception()
 
 
 # --- resume -------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from forebay.references import as_values
 from forebay.staleness import EXPIRABLE
 from forebay.storage.base import Ready, Storage
 from forebay.storage.calls import CALL, Answered, Call
+from forebay.threads import in_thread
 
 __all__ = ["Host", "Ledgers", "Wait"]
 
@@ -315,7 +316,7 @@ class Host:
         """An owner lives."""
         await self.confirm(client, confirmed)
         await self._operations.welcome_back(owner)
-        await asyncio.to_thread(self.storage.beat, owner)
+        await in_thread(lambda: self.storage.beat(owner))
 
     async def confirm(self, client: str, confirmed: int) -> None:
         """A client has seen all answers up to this one."""

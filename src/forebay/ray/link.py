@@ -32,6 +32,7 @@ from forebay.errors import (
 from forebay.ray import notes, packing, wire
 from forebay.ray.actor import NAMESPACE, actor_name
 from forebay.ray.wire import Answer, Hello, PackedFrames, Parcel
+from forebay.threads import in_thread
 
 __all__ = ["Link", "Reply", "check_cluster", "find_host"]
 
@@ -292,7 +293,7 @@ class Link:
         if self.hello.durable:
             return None
         try:
-            note = await asyncio.to_thread(notes.read_note, self.hello.incarnation)
+            note = await in_thread(lambda: notes.read_note(self.hello.incarnation))
             return None if note is None else note.with_stand(self._stand)
         except Exception as error:  # of a cluster that is gone, which has no type of its own
             log.warning("note_unreadable buffer=%s %s", self.hello.name, error)

@@ -23,6 +23,7 @@ from typing import Any
 from forebay.errors import ForebayError
 from forebay.storage.postgres.rows import from_text, to_text
 from forebay.storage.postgres.transactions import LOST
+from forebay.threads import in_thread
 
 __all__ = ["EVERYTHING", "Companion"]
 
@@ -115,7 +116,7 @@ class Companion:
 
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(end)
-        await asyncio.to_thread(self._thread.join)
+        await in_thread(self._thread.join)
 
     # --- in its thread ------------------------------------------------------------------------------
 
