@@ -91,6 +91,7 @@ class CompletionServer:
     go: asyncio.Event = field(default_factory=asyncio.Event)
     start: float | None = 1.5  # of its process, which it publishes; another one is another process
     asked: list[str] = field(default_factory=list)  # about itself
+    port: int = 0
 
     _server: asyncio.Server | None = None
     _handlers: set[asyncio.Task[None]] = field(default_factory=set)
@@ -98,7 +99,7 @@ class CompletionServer:
     _asking: set[asyncio.StreamWriter] = field(default_factory=set)
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}/v1"
         return self

@@ -185,7 +185,7 @@ name = "math"
 weight = 2
 prompt_repeat_k = 4
 dataset = "{dataset}"
-strategy = {{ enable_partial_rollout = true, over_sample_threshold = 0.5, timeouts = {{ group_timeout_s = 60 }} }}
+strategy = {{ enable_partial_rollout = true, over_sample_threshold = 0.5, timeouts = {{ member_timeout_s = 60 }} }}
 
 [[manager.tasks]]
 name = "code"
@@ -209,7 +209,7 @@ def test_a_manager_is_built_from_a_toml_file(tmp_path: Path, mode: str) -> None:
     math, code = manager.tasks.values()
     assert (math.weight, code.weight) == (2, 1)
     assert math.strategy.stale_threshold == 4
-    assert math.strategy.timeouts.group_timeout_s == 60
+    assert math.strategy.timeouts.member_timeout_s == 60
     assert isinstance(code.strategy, SyncProduceStrategy)
     assert manager.replay_buffer.max_groups == 512
 
@@ -228,7 +228,7 @@ def test_a_manager_is_built_from_a_toml_file(tmp_path: Path, mode: str) -> None:
         ({"tasks": [{"name": "a", "strategy": {"kind": "sync", "max_staleness": 1}}]}, "never runs ahead"),
         ({"tasks": [{"name": "a", "strategy": {"enable_partial_rollout": True}}]}, "throw every continued token away"),
         ({"tasks": [{"name": "a", "strategy": {"filters": ["reject_all"]}}]}, "reject_all"),
-        ({"tasks": [{"name": "a", "strategy": {"timeouts": {"group_timeout_s": 0}}}]}, "group_timeout_s"),
+        ({"tasks": [{"name": "a", "strategy": {"timeouts": {"member_timeout_s": 0}}}]}, "member_timeout_s"),
     ],
 )
 def test_a_manager_that_cannot_work_cannot_be_written_down(content: dict[str, Any], problem: str) -> None:

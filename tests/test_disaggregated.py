@@ -646,7 +646,9 @@ async def test_a_failure_of_the_producer_surfaces_in_a_waiting_get_batch_and_in_
         max_tries=9,
     )
     producer = asyncio.create_task(plane.manager.produce_loop(2))
-    with pytest.raises(ProducerStopped, match="the producer failed: TooManyFailures: 3 groups of task 'bad'") as caught:
+    with pytest.raises(
+        ProducerStopped, match="the producer failed: TooManyFailures: 3 attempts in a row at groups of task 'bad'"
+    ) as caught:
         await plane.manager.get_batch(2, 1)
     assert isinstance(caught.value.__cause__, TooManyFailures)
     assert now() == 3.0
@@ -971,7 +973,7 @@ def test_nobody_polls_while_nothing_happens() -> None:
 
 @simulated
 async def test_a_hanging_engine_is_waited_for_without_polling() -> None:
-    plane = disaggregated(loop=never, timeouts=Timeouts(group_timeout_s=1e6))
+    plane = disaggregated(loop=never, timeouts=Timeouts(member_timeout_s=1e6))
     async with producing(plane):
         getting = asyncio.ensure_future(plane.manager.get_batch(2, 1).__aenter__())
         await asyncio.sleep(1)

@@ -17,7 +17,7 @@ import pytest
 from forebay import RolloutState, SampleParams, Status
 from forebay.agent_loop.completion import EventReader, Interrupted, WrongAnswer, read_piece
 from forebay.agent_loop.openai import OpenAIAgentLoop
-from forebay.errors import EngineError, InvalidConfig, InvalidInput
+from forebay.errors import EngineError, EngineUnavailable, InvalidConfig, InvalidInput
 from tests.openai_server import CompletionServer, Script, answer_to, logprob_of, text_of
 from tests.support import turns
 
@@ -74,6 +74,11 @@ def holds(state: RolloutState, ids: Sequence[int]) -> bool:
 async def answered(loop: OpenAIAgentLoop, state: RolloutState, *, partial: bool = False) -> RolloutState:
     async with asyncio.timeout(5):
         return await loop.generate(state, enable_partial_rollout=partial)
+
+
+async def until_away(loop: OpenAIAgentLoop) -> None:
+    while loop.outage.describe() is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
 
 
 async def delivered() -> None:
@@ -465,6 +470,9 @@ _PASSING = {
 }
 
 
+_AWAY = ("refused", "502", "503", "504", "a body shorter than announced", "cut", "cut at once")
+
+
 @pytest.mark.parametrize("trouble", _PASSING)
 async def test_trouble_that_passes_is_survived_without_losing_a_token(
     server: CompletionServer, trouble: str, caplog: pytest.LogCaptureFixture
@@ -482,26 +490,76 @@ async def test_trouble_that_passes_is_survived_without_losing_a_token(
         )
         assert later.body["max_tokens"] == request.body["max_tokens"] - request.sent
     retried = [record.getMessage() for record in caplog.records if record.name == "forebay.agent_loop.openai"]
-    assert len(retried) == 2
-    assert all(line.startswith(f"request_retried url={server.url}/completions attempt=2") for line in retried[:1])
+    outages = [record.getMessage() for record in caplog.records if record.name == "forebay.agent_loop.outage"]
+    if trouble in _AWAY:
+        assert retried == []
+        assert [line.split()[0] for line in outages] == ["engine_away", "engine_back"] * (len(outages) // 2)
+    else:
+        assert len(retried) == 2
+        assert all(line.startswith(f"request_retried url={server.url}/completions attempt=2") for line in retried[:1])
 
 
-async def test_a_server_that_starts_late_is_waited_for() -> None:
+async def test_a_server_that_starts_late_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
-    async with OpenAIAgentLoop(f"http://127.0.0.1:{port}/v1", "policy", backoff_s=0.001, max_retries=2) as loop:
-        with pytest.raises(EngineError, match="given up after 3 failed attempts in a row; the last one: ConnectError"):
+    async with OpenAIAgentLoop(
+        f"http://127.0.0.1:{port}/v1", "policy", sample_params=SampleParams(max_tokens=BUDGET), backoff_s=0.001
+    ) as loop:
+        group = [sample(member) for member in range(4)]
+        generating = asyncio.create_task(loop.generate_group(group))
+        await until_away(loop)
+        async with CompletionServer(port=port):
+            await generating
+        assert all(holds(state, ANSWER) for state in group)
+    assert [record.getMessage().split()[0] for record in caplog.records] == ["engine_away", "engine_back"]
+
+
+async def test_a_server_that_stays_away_ends_producing_and_spends_no_try(server: CompletionServer) -> None:
+    server.usual = Script(status=503, body=b"no engine")
+    async with loop_for(server, down_timeout_s=0.05) as loop:
+        group = [sample(member) for member in range(2)]
+        with pytest.raises(EngineUnavailable, match=r"could not be reached for .* status 503: no engine"):
+            await loop.generate_group(group)
+    assert [(state.status, state.num_tries) for state in group] == [(Status.ABORTED, 0)] * 2
+
+
+async def test_tokens_survive_a_server_that_stays_away(server: CompletionServer) -> None:
+    server.scripts.append(Script(cut_after=4))
+    server.usual = Script(refuse=True)
+    async with loop_for(server, down_timeout_s=0.05) as loop:
+        group = [sample()]
+        with pytest.raises(EngineUnavailable):
+            await loop.generate_group(group, enable_partial_rollout=True)
+    assert group[0].status is Status.ABORTED
+    assert holds(group[0], ANSWER[:4])
+
+
+async def test_a_request_that_always_loses_its_connection_is_given_up(server: CompletionServer) -> None:
+    """It may be what brings the server down."""
+    server.usual = Script(cut_after=0)
+    async with loop_for(server) as loop:
+        with pytest.raises(EngineError, match="11 failed attempts in a row"):
             await answered(loop, sample())
 
 
+async def test_a_paused_loop_does_not_wait_for_a_server_that_is_away(server: CompletionServer) -> None:
+    server.usual = Script(refuse=True)
+    async with loop_for(server, backoff_s=30) as loop:
+        generating = asyncio.create_task(loop.generate_group([sample()]))
+        await until_away(loop)
+        await loop.pause()
+        (state,) = await generating
+    assert state.status is Status.ABORTED
+
+
 async def test_giving_up_says_where_how_often_and_why(server: CompletionServer) -> None:
-    server.usual = Script(status=503, body=b"no engine")
+    server.usual = Script(status=500, body=b"no engine")
     async with loop_for(server, max_retries=2) as loop:
         with pytest.raises(EngineError) as caught:
             await answered(loop, sample())
     assert str(caught.value) == (
-        f"{server.url}/completions: given up after 3 failed attempts in a row; the last one: status 503: no engine"
+        f"{server.url}/completions: given up after 3 failed attempts in a row; the last one: status 500: no engine"
     )
     assert len(server.received) == 3
 
@@ -692,7 +750,7 @@ async def test_prompts_are_not_logged(server: CompletionServer, caplog: pytest.L
     server.scripts.append(Script(cut_after=3))
     async with loop_for(server) as loop:
         await answered(loop, sample(prompt_ids=[987654321, 123456789], message=[{"content": "tell me"}]))
-    assert "request_retried" in caplog.text
+    assert "engine_away" in caplog.text
     assert not any(part in caplog.text for part in ("987654321", "123456789", "tell me"))
 
 

@@ -74,9 +74,9 @@ def test_without_partial_rollout_stopped_groups_wait_for_a_tail_too() -> None:
 
 @pytest.mark.parametrize("partial", [True, False])
 @pytest.mark.parametrize("trigger", [0, 1, 8])
-def test_a_straggler_makes_a_tail_at_any_trigger_from_zero(trigger: int, partial: bool) -> None:
-    plan = make_plan(trigger=trigger, waiting=1, straggling=True, partial=partial, budget=4)
-    assert plan == Plan(ALL, 0, True)
+def test_a_straggler_is_drawn_first_and_takes_no_over_issue_away(trigger: int, partial: bool) -> None:
+    plan = make_plan(trigger=trigger, waiting=0, straggling=True, partial=partial, budget=4)
+    assert plan == Plan(ALL, 4, False)
 
 
 def test_nothing_straggles_where_what_expires_is_dropped() -> None:
@@ -98,11 +98,12 @@ def test_one_is_under_way_as_long_as_it_goes_on() -> None:
 
 def test_the_numbers_are_those_of_the_specification() -> None:
     timeouts = Timeouts()
-    assert timeouts.group_timeout_s == 3600
+    assert timeouts.member_timeout_s == 1800
     assert timeouts.pause_interval_s == 5
     assert timeouts.pause_request_timeout_s == 30
-    assert timeouts.pause_timeout_s == 300
+    assert timeouts.pause_timeout_s == 60
     assert timeouts.judge_timeout_s == 10
+    assert timeouts.judge_give_up_s == 600
     budgets = Budgets()
     assert budgets.max_consecutive_failures == 20
     assert [budgets.rejections(batch_size) for batch_size in (4, 1, 0)] == [80, 20, 20]

@@ -24,7 +24,8 @@
     │   └── TooManyWaits               more calls wait at one host than it has places for
     ├── ReferenceLost                  a sample refers to a value that is gone: its owner died
     ├── EngineError                    an inference server answered wrongly, or not at all
-    │   └── EngineRestarted            it may have lost the weights that it was given; push them again
+    │   └── EngineUnavailable          it cannot be used just now; no try is spent
+    │       └── EngineRestarted        it may have lost the weights that it was given; push them again
     ├── ProduceError                   producing cannot go on; carries the last cause
     │   ├── TooManyFailures            so many groups in a row failed, without one success
     │   ├── TooManyRejections          so many groups in a row were filtered, without one success
@@ -51,6 +52,7 @@ __all__ = [
     "DuplicateGroup",
     "EngineError",
     "EngineRestarted",
+    "EngineUnavailable",
     "ForebayError",
     "InvalidConfig",
     "InvalidDataset",
@@ -192,7 +194,13 @@ class EngineError(ForebayError):
     """An inference server answered with an error, with something that is no answer, or not at all."""
 
 
-class EngineRestarted(EngineError):
+class EngineUnavailable(EngineError):
+    """An inference server cannot be used just now. Raised by an agent loop, it ends producing: the group goes back with
+    its tokens and spends no try.
+    """
+
+
+class EngineRestarted(EngineUnavailable):
     """An inference server is not known to have the current weights. Nothing was lost: push the weights again."""
 
 

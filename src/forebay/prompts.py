@@ -19,7 +19,7 @@ from forebay.errors import InvalidGroup, InvalidInput, InvalidRecord
 from forebay.references import FIELDS
 from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn, lacks_tokens, reset_response
 
-__all__ = ["ToRolloutState", "Tokenize", "as_answer", "build_prompt", "independent", "without_response"]
+__all__ = ["ToRolloutState", "Tokenize", "as_answer", "build_prompt", "independent", "start_again", "without_response"]
 
 ToRolloutState: TypeAlias = Callable[[Any], "RolloutState | Mapping[str, Any]"]
 Tokenize: TypeAlias = Callable[[RolloutState], TokenColumn]
@@ -162,6 +162,14 @@ def independent(state: RolloutState) -> RolloutState:
 
 
 _COLUMNS = ("prompt_ids", "tokens", "response_ids", "logprobs", "response_mask", "input_ids", "labels")
+
+
+def start_again(state: RolloutState) -> None:
+    """Return a sample to its prompt as issued, in place: whoever holds it sees that."""
+    fresh = independent(reset_response(state))
+    fresh.issued = state.issued
+    for name in state.__struct_fields__:
+        setattr(state, name, getattr(fresh, name))
 
 
 def _copy(value: Any) -> Any:

@@ -68,7 +68,7 @@ class World:
             "is_valid_sample_fn": (lambda group: fate.random() >= reject or "dull") if reject else None,
             "sync_weights_interval": self.interval,
             "max_tries": chance.choice((1, 3)),
-            "timeouts": Timeouts(group_timeout_s=60, pause_timeout_s=30, judge_timeout_s=0.5),
+            "timeouts": Timeouts(member_timeout_s=60, pause_timeout_s=30, judge_timeout_s=0.5),
             "budgets": Budgets(max_consecutive_failures=10_000, max_consecutive_rejections=10_000),
             "progress": NoProgress(),
         }
@@ -213,7 +213,7 @@ def small_world(*, partial: bool) -> World:
         enable_partial_rollout=partial,
         max_staleness=1,
         reward_fn=reward,
-        timeouts=Timeouts(group_timeout_s=5, pause_timeout_s=3, judge_timeout_s=0.005),
+        timeouts=Timeouts(member_timeout_s=5, pause_timeout_s=3, judge_timeout_s=0.005),
         progress=NoProgress(),
     )
     return world

@@ -92,7 +92,7 @@ class World:
             sync_weights_interval=interval,
             tail_batch_trigger_size=chance.choice((-1, 0, 0, 2)),
             reward_fn=lambda state: 1.0,
-            timeouts=Timeouts(group_timeout_s=10, pause_timeout_s=2),
+            timeouts=Timeouts(member_timeout_s=10, pause_timeout_s=2),
             budgets=Budgets(max_consecutive_failures=10_000),
             progress=NoProgress(),
         )

@@ -57,7 +57,6 @@ from forebay.testing.simulate import check_ledger, run
 SEEDS, SLOW_SEEDS, STEPS, TASK = 200, 5_000, 5, "agent"
 COLUMNS = ("response_ids", "logprobs", "response_mask")
 FIELDS = (*ISSUED_FIELDS, "tokens", "response", *COLUMNS, "tool_calls", "loop_state")
-HANG_TIMEOUT = next(name for name in ("member_timeout_s", "group_timeout_s") if name in Timeouts.__struct_fields__)
 
 
 # --- transcripts ----------------------------------------------------------------------------------------
@@ -514,7 +513,7 @@ class World:
                 pause_timeout_s=chance.choice((0.3, 20)),
                 judge_timeout_s=chance.choice((0.1, 5)),
                 cancel_timeout_s=chance.choice((0.5, 5)),
-                **{HANG_TIMEOUT: chance.choice((15, 3600))},
+                member_timeout_s=chance.choice((15, 3600)),
             ),
             "budgets": Budgets(max_consecutive_failures=10_000, max_consecutive_rejections=10_000),
             "progress": NoProgress(),

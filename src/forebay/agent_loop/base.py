@@ -14,6 +14,8 @@ What a loop promises
 - Whatever a loop changes in a sample (`message`, `extra_fields`, ...) is kept with its tokens, and dropped with them:
   a reset returns to the prompt as issued. What it needs to continue a partial rollout belongs in `loop_state`.
 - `idle` returns when the engine has stopped all requests of this loop: only then may it be given new weights.
+- An engine that is away costs time only. `generate` raises a ConnectionError (or something caused by one): it is called
+  again when the engine may be back. `EngineUnavailable` ends producing; the members keep their tokens, without a try.
 
 `AgentLoop` keeps all that for you if you write `generate` for one sample: members run concurrently, one that raises is
 FAILED and keeps none of its siblings from finishing, and a cancel waits for all of them.
@@ -27,8 +29,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from forebay.errors import EngineRestarted, InvalidGroup
-from forebay.prompts import independent
+from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage, is_outage
+from forebay.errors import EngineUnavailable, ForebayError, InvalidGroup
+from forebay.prompts import independent, start_again
 from forebay.rollout import RolloutState, Status, reset_response
 
 __all__ = ["AgentLoop", "failed_member", "identify_member"]
@@ -42,8 +45,16 @@ class AgentLoop(ABC):
     takes_weights_while_running: ClassVar[bool] = False
     """Whether the engine behind it may get new weights without a pause; it then versions its tokens itself."""
 
+    down_timeout_s: float = DOWN_TIMEOUT_S
+    """How long the engine may be away before producing ends with `EngineUnavailable`."""
+
+    pauses: int = 0
+    """How often a pause was asked for."""
+
     # Made at the first use: a subclass need not call our constructor, and a loop may outlive an event loop.
     _pause: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+    _outage: Outage | None = None
+    _traced: frozenset[type[Exception]] = frozenset()  # kinds of errors whose traceback was logged
 
     @abstractmethod
     async def generate(
@@ -76,14 +87,14 @@ class AgentLoop(ABC):
                     continue
                 state.status = Status.ABORTED
             group.append(state)
-        restarted: BaseException | None = None
+        unavailable: BaseException | None = None
         stopped = True
         try:
             if running:
-                await asyncio.wait(running)
-            stopped = False
+                await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
+            stopped = any(not task.done() for task in running)
         finally:
-            # Only a cancel gets here with members that still run; they end before we do.
+            # A cancel, or an engine that cannot be used, gets here with members that still run; they end before we do.
             for task in running:
                 task.cancel()
             if any(not task.done() for task in running):
@@ -100,16 +111,16 @@ class AgentLoop(ABC):
                     # cancels may still run and change the sample, so what there is now is copied.
                     state = independent(state.__copy__())
                     state.status = Status.ABORTED
-                    restarted = restarted or (None if task.cancelled() else task.exception())
+                    unavailable = unavailable or (None if task.cancelled() else task.exception())
                 results[index] = (state,)
             group[:] = [state for states in results for state in states]
-        if restarted is not None:
-            raise restarted
+        if unavailable is not None:
+            raise unavailable
         return group
 
     async def _generate_member(self, state: RolloutState, enable_partial_rollout: bool) -> Sequence[RolloutState]:
         try:
-            result = await self.generate(state, enable_partial_rollout=enable_partial_rollout)
+            result = await self._generate_through_outages(state, enable_partial_rollout)
             members = [result] if isinstance(result, RolloutState) else result
             well = isinstance(members, (list, tuple)) and all(isinstance(member, RolloutState) for member in members)
             if not well or not members:
@@ -117,17 +128,63 @@ class AgentLoop(ABC):
             numbered = len({member.segment for member in members}) == len(members)
             for segment, member in enumerate(members):
                 identify_member(member, state, member.segment if numbered else segment)
-        except EngineRestarted:
+        except EngineUnavailable:
             raise
         except Exception as error:
-            log.warning("member_failed task=%s rollout=%s", state.task_name, state.rollout_id, exc_info=error)
-            return (failed_member(state, f"{type(error).__name__}: {error}"),)
+            said = f"{type(error).__name__}: {error}"
+            # An engine's refusal explains itself; an error in a loop of the user's own needs its traceback, once.
+            known = isinstance(error, ForebayError) or type(error) in self._traced
+            self._traced = self._traced | {type(error)}
+            log.warning(
+                "member_failed task=%s rollout=%s error=%s",
+                state.task_name, state.rollout_id, said, exc_info=None if known else error,
+            )  # fmt: skip
+            return (failed_member(state, said),)
         return members
+
+    async def _generate_through_outages(
+        self, state: RolloutState, enable_partial_rollout: bool
+    ) -> RolloutState | Sequence[RolloutState]:
+        while True:
+            try:
+                result = await self.generate(state, enable_partial_rollout=enable_partial_rollout)
+            except Exception as error:
+                if isinstance(error, ForebayError) or not is_outage(error):
+                    raise
+                waiting = asyncio.ensure_future(self.outage.wait(f"{type(error).__name__}: {error}"))
+                pausing = asyncio.ensure_future(self.until_paused())
+                try:
+                    await asyncio.wait((waiting, pausing), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    waiting.cancel()
+                    pausing.cancel()
+                if self.paused:
+                    state.status = Status.ABORTED
+                    return state
+                waiting.result()
+                if not enable_partial_rollout:
+                    start_again(state)
+                state.status = Status.INIT
+            else:
+                self.outage.over()
+                return result
+
+    @property
+    def outage(self) -> Outage:
+        """Whether the engine is away, and since when."""
+        if self._outage is None:
+            self._outage = Outage(repr(self)[:200], self.down_timeout_s)
+        return self._outage
+
+    def outage_s(self) -> float:
+        """How long the engine was away so far, in all; this time counts for no timeout."""
+        return 0.0 if self._outage is None else self._outage.seconds()
 
     # --- pausing --------------------------------------------------------------------------------------
 
     async def pause(self) -> None:
         """Ask what is under way to end soon. Subclasses that stop an engine extend this, and call it first."""
+        self.pauses += 1
         self._pause_event().set()
 
     async def resume(self) -> None:

@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from forebay.errors import InvalidInput
-from forebay.prompts import independent
-from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn, VersionSpans, finish_status, reset_response
+from forebay.prompts import start_again
+from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn, VersionSpans, finish_status
 
 __all__ = ["TRANSIENT_STATUSES", "Answer", "EventReader", "Interrupted", "Piece", "WrongAnswer", "merged", "read_piece"]
 
@@ -29,12 +29,16 @@ TRANSIENT_STATUSES = frozenset((408, 425, 429, 500, 502, 503, 504))
 
 
 class Interrupted(Exception):
-    """Trouble that may pass: worth another attempt. `reason` is fit for a log, `detail` may quote the server."""
+    """Trouble that may pass: worth another attempt. `reason` is fit for a log, `detail` may quote the server.
 
-    def __init__(self, reason: str, *, detail: str = "", retry_after_s: float = 0.0) -> None:
+    `away`: the server could not be reached, which is no fault of the request.
+    """
+
+    def __init__(self, reason: str, *, detail: str = "", retry_after_s: float = 0.0, away: bool = False) -> None:
         super().__init__(reason + detail)
         self.reason = reason
         self.retry_after_s = retry_after_s
+        self.away = away
 
 
 class WrongAnswer(Exception):
@@ -228,11 +232,7 @@ class Answer:
         if params.max_tokens is not None and params.max_tokens < 1:
             raise InvalidInput(f"max_tokens of {_name(state)} is {params.max_tokens}; expected at least 1")
         if not keep_tokens and (state.response_ids is not None or state.response is not None):
-            # In place: when the group is cancelled, this very sample is what there is.
-            fresh = independent(reset_response(state))
-            fresh.issued = state.issued
-            for name in state.__struct_fields__:
-                setattr(state, name, getattr(fresh, name))
+            start_again(state)  # in place: when the group is cancelled, this very sample is what there is
         self.state = state
         self.params = params
         self.finish_reason: str | None = None
@@ -336,7 +336,7 @@ class Answer:
             if mask is not None:
                 ones = [1] * len(self._ids)
                 state.response_mask = _extended(mask, ones, getattr(mask, "dtype", np.dtype(np.int64)))
-        if self._texts or (completed and self._texts is not None):
+        if self._texts is not None and (self._texts or self._ids or completed):
             state.response = ((state.response or "") if self._prefix else "") + "".join(self._texts)
 
 

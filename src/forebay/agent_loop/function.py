@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from forebay.agent_loop.base import AgentLoop
+from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.errors import InvalidConfig
 from forebay.rollout import RolloutState, Status, finish_status
 
@@ -21,6 +22,7 @@ class FunctionAgentLoop(AgentLoop):
     The function fills the sample in (and returns None or the sample), or returns new ones. One that leaves the status
     at INIT has it read from `finish_reason`, or is COMPLETED if it has a response. `cancel_on_pause`: a pause cancels
     running calls, and what they wrote into their sample by then is kept as ABORTED; otherwise it waits for their end.
+    A function that raises a ConnectionError is called again when the engine may be back, for `down_timeout_s`.
     `idle`: an async function that returns when the engine has stopped our requests, like `VLLMControl(url).idle`.
     """
 
@@ -30,6 +32,7 @@ class FunctionAgentLoop(AgentLoop):
         *,
         cancel_on_pause: bool = True,
         idle: Callable[[], Awaitable[None]] | None = None,
+        down_timeout_s: float = DOWN_TIMEOUT_S,
     ) -> None:
         if not callable(function):
             raise InvalidConfig(f"FunctionAgentLoop got {function!r:.80}; expected an async function of one sample")
@@ -38,6 +41,8 @@ class FunctionAgentLoop(AgentLoop):
         self.function = function
         self.cancel_on_pause = cancel_on_pause
         self._idle = idle
+        self.down_timeout_s = down_timeout_s
+        self._outage = Outage(f"the engine of {getattr(function, '__qualname__', function)!s:.100}", down_timeout_s)
 
     async def idle(self) -> None:
         """Wait until the engine has stopped our requests, if it was said how."""

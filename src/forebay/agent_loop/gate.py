@@ -96,6 +96,8 @@ class ServerGate:
     async def weights_loaded(self, model_step: int) -> None:
         """Whoever answers now was given the weights of this step, as far as its owner says."""
         if self.controlled and self._doubt is not None:
+            if self.reload is not None and model_step == self.model_step:
+                return  # they are loaded again before anything is generated
             raise self._restarted(self._doubt)
         if self._doubt is None and self.model_step == model_step and self._expected is not None:
             return  # a control that loaded them knows better
@@ -111,7 +113,7 @@ class ServerGate:
             except Unreachable as error:
                 problem = f"it is said to have the weights of step {model_step}, but cannot be reached: {error}"
                 self.doubt(problem)
-                raise EngineError(f"{self.url}: {problem}") from error
+                raise self._restarted(problem) from error
 
     def loaded(self, model_step: int, process: Process) -> None:
         """A control has loaded the weights of this step into this process."""

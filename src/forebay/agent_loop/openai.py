@@ -7,7 +7,8 @@ What it promises
 - A pause or a cancel closes the connection, upon which these servers drop the request. A member that waits for its
   turn, or for the next attempt, ends at once as well.
 - Trouble that may pass is tried again, with growing delays; what another attempt cannot help is an `EngineError` at
-  once.
+  once. A server that cannot be reached (refused, connection lost, status 502 to 504) is waited for: no attempt is
+  counted, the tokens stay, and after `down_timeout_s` it is `EngineUnavailable`, which spends no try either.
 - Tokens count only from a server that is known to have the current weights (see `gate`): one that restarted serves its
   start-up weights, and raises `EngineRestarted`, unless a control loads them again.
 - A pause is over when the server has stopped our requests (`idle`), not when their connections are closed.
@@ -49,9 +50,11 @@ from forebay.agent_loop.completion import (
     read_piece,
 )
 from forebay.agent_loop.gate import Engine, ServerGate, Unreachable
+from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.agent_loop.server import authorization, checked_url, fetch, until_idle
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
 from forebay.rollout import RolloutState, SampleParams, Status
+from forebay.threads import see_through
 
 __all__ = ["OpenAIAgentLoop"]
 
@@ -62,6 +65,7 @@ _FAREWELL_S = 1.0
 _CONFIRM_S = 35.0
 _HURRIED_CONFIRM_S = 5.0  # in a pause, say
 _GATEWAY_STATUSES = frozenset((502, 503, 504))
+_MAX_LOSSES = 10  # connections lost in a row without a new token: it may be this request that brings the server down
 _QUOTED = 200  # characters of a refusal that an error repeats
 # What the loop sets itself, and what would make several answers of one.
 _RESERVED = frozenset(("model", "prompt", "stream", "n", "best_of", "echo", *SampleParams.__struct_fields__))
@@ -76,6 +80,7 @@ class OpenAIAgentLoop(AgentLoop):
     - `max_concurrency`: requests in flight, over all groups.
     - `read_timeout_s`: how long the server may be silent, before its first token and between two.
     - `max_retries`, `backoff_s`: attempts after a failed one, and the first delay; a new token starts the count again.
+    - `down_timeout_s`: how long the server may be away.
     - `stream`: without it an interrupted request has no tokens to keep, but SGLang says which weights made each token
       (`weight_versions`), which then stand in `version_spans`.
     - `extra_body`: more fields for every request; a None there takes one out.
@@ -104,6 +109,7 @@ class OpenAIAgentLoop(AgentLoop):
         read_timeout_s: float = 120.0,
         max_retries: int = 3,
         backoff_s: float = 0.5,
+        down_timeout_s: float = DOWN_TIMEOUT_S,
         stream: bool = True,
         extra_body: Mapping[str, Any] | None = None,
         max_response_bytes: int = 16 * 2**20,
@@ -127,6 +133,8 @@ class OpenAIAgentLoop(AgentLoop):
             _number("sample_params.max_tokens", self.sample_params.max_tokens, least=1, whole=True)
         self.max_retries = int(_number("max_retries", max_retries, least=0, whole=True))
         self.backoff_s = _number("backoff_s", backoff_s, least=0)
+        self.down_timeout_s = down_timeout_s
+        self._outage = Outage(self._root, down_timeout_s, first_delay_s=self.backoff_s)
         self._max_bytes = int(_number("max_response_bytes", max_response_bytes, least=1, whole=True))
         self._slots = asyncio.Semaphore(int(_number("max_concurrency", max_concurrency, least=1, whole=True)))
         self._stream = bool(stream)
@@ -213,7 +221,7 @@ class OpenAIAgentLoop(AgentLoop):
     # --- attempts -------------------------------------------------------------------------------------
 
     async def _complete(self, answer: Answer) -> None:
-        retries = 0
+        retries = losses = 0
         while not answer.settled():
             before = len(answer)
             try:
@@ -226,12 +234,18 @@ class OpenAIAgentLoop(AgentLoop):
                 trouble = error
             if answer.settled():
                 return  # all of it came; only the server's word for that is missing
-            retries = 1 if len(answer) > before else retries + 1
-            if retries > self.max_retries:
+            if len(answer) > before:
+                retries = losses = 0
+            retries += not trouble.away
+            losses += isinstance(trouble.__cause__, (httpx.ReadError, httpx.RemoteProtocolError))
+            if retries > self.max_retries or losses > _MAX_LOSSES:
                 raise EngineError(
-                    f"{self.url}: given up after {retries} failed attempts in a row; the last one: "
+                    f"{self.url}: given up after {retries + losses} failed attempts in a row; the last one: "
                     f"{self._without_key(trouble)}"
                 ) from trouble.__cause__
+            if trouble.away:
+                await self.outage.wait(self._without_key(trouble), self._gate.ask)
+                continue
             delay_s = _delay_s(retries, self.backoff_s, self._random.random(), trouble.retry_after_s)
             log.warning(
                 "request_retried url=%s attempt=%d reason=%s tokens=%d delay_s=%.3f",
@@ -256,7 +270,10 @@ class OpenAIAgentLoop(AgentLoop):
             await self._gate.opened()
             response = await self._client.send(request, stream=True, follow_redirects=False)
             if response.is_success:
+                self.outage.over()
                 await self._take(response, answer)
+                if answer.finish_reason == "abort" and not self.paused:
+                    await self._gate.confirm()  # nobody asked for it: the server may be going down
             else:
                 try:
                     raise await self._refusal(response)
@@ -265,9 +282,10 @@ class OpenAIAgentLoop(AgentLoop):
         except httpx.TransportError as error:
             if not isinstance(error, httpx.ReadTimeout):
                 self._gate.lost_connection()
-            raise Interrupted(type(error).__name__, detail=f" {error}".rstrip()) from error
+            raise Interrupted(type(error).__name__, detail=f" {error}".rstrip(), away=_is_away(error)) from error
         except Unreachable as error:
-            raise Interrupted(f"it does not say which weights it has: {error}") from error
+            answer.finish_reason = None
+            raise Interrupted(f"it does not say which weights it has: {error}", away=True) from error
         if answer.finish_reason is None:
             kind = response.headers.get("content-type", "no content type")
             raise Interrupted("the answer ended without a finish_reason", detail=f" ({kind:.80})")
@@ -278,11 +296,20 @@ class OpenAIAgentLoop(AgentLoop):
         All that a connection brings is of one process; which one that is, is asked while it comes.
         """
         confirming = asyncio.create_task(self._gate.confirm())
+        receiving = asyncio.create_task(self._receive(response, answer))
         try:
             try:
-                await self._receive(response, answer)
+                await asyncio.wait((receiving, confirming), return_when=asyncio.FIRST_COMPLETED)
+                if not (confirming.done() and (confirming.cancelled() or confirming.exception())):
+                    await asyncio.wait((receiving,))
             finally:
+                # A stream that will not count is closed at once: a server that has to be loaded again must run dry.
+                receiving.cancel()
+                await see_through(receiving)
                 await response.aclose()
+                failed = None if receiving.cancelled() else receiving.exception()
+            if failed is not None:
+                raise failed
         except BaseException:
             await _settle(answer, confirming, _HURRIED_CONFIRM_S)
             raise
@@ -348,11 +375,19 @@ class OpenAIAgentLoop(AgentLoop):
             self._gate.lost_connection()
         wait = re.fullmatch(r"\d{1,9}(\.\d{1,9})?", response.headers.get("retry-after", "").strip())
         retry_after_s = 0.0 if wait is None else float(wait[0])
-        return Interrupted(f"status {response.status_code}", detail=detail, retry_after_s=retry_after_s)
+        away = response.status_code in _GATEWAY_STATUSES
+        return Interrupted(f"status {response.status_code}", detail=detail, retry_after_s=retry_after_s, away=away)
 
     def _without_key(self, said: object) -> str:
         """For all that a server says: some repeat the headers."""
         return str(said) if self._api_key is None else str(said).replace(self._api_key, "***")
+
+
+def _is_away(error: httpx.TransportError) -> bool:
+    """Whether the server could not be reached, or went away in the middle."""
+    if isinstance(error, httpx.RemoteProtocolError):  # also what is no HTTP at all
+        return "disconnected" in str(error) or "closed connection" in str(error)
+    return isinstance(error, (httpx.NetworkError, httpx.ConnectTimeout))
 
 
 async def _settle(answer: Answer, confirming: asyncio.Task[None], timeout_s: float) -> None:

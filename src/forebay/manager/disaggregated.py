@@ -212,7 +212,7 @@ class DisaggregatedAgentLoopManager(Manager):
         if self._failure is not None:
             raise ProducerStopped(
                 f"the producer failed: {type(self._failure).__name__}: {self._failure}; what it produced is kept: "
-                "start produce_loop again when the cause is mended"
+                "start produce_loop again when the cause is fixed"
             ) from self._failure
 
     def _check_producer(self) -> None:

@@ -24,7 +24,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     samples: int
     tokens: int  # new ones
     seconds: float | None  # of generating; None: it was only judged
+    judge_s: float = 0.0
     failed: bool  # a try was spent
+    rejected: bool = False  # by a filter
     error: str | None
     rewards: Sequence[float] = ()  # of members rewarded for the first time
 

@@ -1,28 +1,44 @@
 """Ready-made filters: which finished groups are not worth training on.
 
 A filter gets a whole group, all of it COMPLETED and rewarded, and answers True (keep), False, or a reason. It may
-be async.
+be async. A plain one runs in a thread, like a plain reward, unless `on_loop` declares it cheap.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from forebay.rollout import RolloutState
 
-__all__ = ["Filter", "Verdict", "reject_truncated", "reject_zero_std"]
+__all__ = ["Filter", "Verdict", "is_cheap", "on_loop", "reject_truncated", "reject_zero_std"]
 
 Verdict: TypeAlias = bool | str
 Filter: TypeAlias = Callable[[list[RolloutState]], "Verdict | Awaitable[Verdict]"]
 
+F = TypeVar("F", bound=Callable[..., Any])
+_ON_LOOP = "forebay_on_loop"
 
+
+def on_loop(function: F) -> F:
+    """Declare a plain reward or filter function cheap: it is called on the event loop instead of in a thread."""
+    setattr(function, _ON_LOOP, True)
+    return function
+
+
+def is_cheap(function: Callable[..., Any]) -> bool:
+    """Whether a function may be called on the event loop."""
+    return bool(getattr(function, _ON_LOOP, False))
+
+
+@on_loop
 def reject_zero_std(group: Sequence[RolloutState]) -> Verdict:
     """Reject a group whose members all have the same score: its relative advantages are zero."""
     scores = {state.reward.get("score") for state in group if state.reward is not None}
     return "zero_std" if len(group) > 1 and len(scores) <= 1 else True
 
 
+@on_loop
 def reject_truncated(group: Sequence[RolloutState]) -> Verdict:
     """Reject a group in which some answer was cut off at its token limit."""
     return "truncated" if any(state.finish_reason == "length" for state in group) else True

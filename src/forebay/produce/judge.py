@@ -1,76 +1,121 @@
-"""The door for results: reward, then filter.
+"""Judging results: reward, then filter.
 
-Rewards are of a sample, or of a whole group; both, and filters, may be async. A sample is rewarded once: members kept
-from an earlier attempt keep theirs. A group's reward is computed when all of it is there, each time anew. Filters see
-finished groups only. Whatever raises here costs a try and no work: the responses are kept, and judged again.
+Rewards are of a sample, or of a whole group; both, and filters, may be async. Plain functions run in threads of their
+own, so that a slow one does not hold the event loop, unless `on_loop` declares them cheap. A sample is rewarded once:
+members kept from an earlier attempt keep their reward. A group reward is computed when the whole group is there, each
+time again. Filters see finished groups only. `judge` changes no status but FILTERED: a function that raises may be a
+service that is away, and the caller repeats the call until it gives up.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeAlias
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
 import numpy as np
 
+from forebay.checks import whole_number
 from forebay.errors import InvalidConfig, InvalidInput
-from forebay.produce.filters import Filter
+from forebay.produce.filters import Filter, is_cheap
 from forebay.produce.members import is_answered, leave_unjudged
 from forebay.rollout import RolloutState, Status, group_reward
-from forebay.threads import see_through
+from forebay.threads import Pool, in_thread, see_through
 
-__all__ = ["GroupReward", "Judge", "SampleReward", "fail_judging", "set_aside"]
+__all__ = ["GroupReward", "Judge", "Judged", "SampleReward", "fail_judging", "set_aside"]
+
+log = logging.getLogger(__name__)
 
 Score: TypeAlias = "float | dict[str, Any] | None"
 SampleReward: TypeAlias = Callable[[RolloutState], "Score | Awaitable[Score]"]
 GroupReward: TypeAlias = Callable[[list[RolloutState]], "Sequence[Score] | Awaitable[Sequence[Score]] | None"]
 
+_LONG_HOLD_S = 0.05
 
-class Judge(msgspec.Struct, frozen=True, kw_only=True):
-    """How results are judged. Nothing set: everything is kept, with the rewards that the agent loop gave."""
 
-    reward_fn: SampleReward | None = None
-    group_reward_fn: GroupReward | None = None
-    filters: tuple[Filter, ...] = ()
+class Judged(NamedTuple):
+    """How judging went. `error`: what raised, or was wrong with a score or verdict.
 
-    def __post_init__(self) -> None:
-        if self.reward_fn is not None and self.group_reward_fn is not None:
+    `passing`: it may be an outage, so judging can be repeated. `rewarded`: the rewards were given, and something behind
+    them failed. `rejected`: the reason of a filter.
+    """
+
+    error: str | None = None
+    passing: bool = False
+    rewarded: bool = False
+    rejected: str | None = None
+
+
+class Judge:
+    """How results are judged. Nothing set: everything is kept, with the rewards that the agent loop gave.
+
+    `concurrency`: how many calls of rewards and filters run at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        reward_fn: SampleReward | None = None,
+        group_reward_fn: GroupReward | None = None,
+        filters: Sequence[Filter] = (),
+        concurrency: int = 64,
+    ) -> None:
+        if reward_fn is not None and group_reward_fn is not None:
             raise InvalidConfig("reward_fn and group_reward_fn are both given; expected one of them")
-        for function in (self.reward_fn, self.group_reward_fn, *self.filters):
+        for function in (reward_fn, group_reward_fn, *filters):
             if function is not None and not callable(function):
                 raise InvalidConfig(f"{function!r:.80} is no function; expected one that judges samples or groups")
+        self.reward_fn = reward_fn
+        self.group_reward_fn = group_reward_fn
+        self.filters = tuple(filters)
+        self.concurrency = whole_number("reward_concurrency", concurrency, least=1)
+        self._pool = Pool("judge", concurrency)
+        self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._warned: set[int] = set()
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return self.reward_fn is None and self.group_reward_fn is None and not self.filters
 
-    async def judge(self, members: list[RolloutState], max_tries: int) -> str | None:
-        """Reward the finished members; filter the group if it is whole. The error, if a function of the user's raised.
+    async def judge(self, members: list[RolloutState], *, keep_rejected: bool = False) -> Judged:
+        """Reward the finished members, and filter the group if it is complete.
 
-        Those that could not be judged wait for their retry with a try spent, or are FAILED if it was their last.
+        Members that are rejected become FILTERED, unless `keep_rejected`.
         """
-        error = await self._reward(members, max_tries)
-        if error is None and all(state.status is Status.COMPLETED for state in members):
-            try:
-                if self.group_reward_fn is not None:
-                    await self._reward_group(self.group_reward_fn, members)
-                await self._filter(members)
-            except Exception as raised:
-                error = f"{type(raised).__name__}: {raised}"
-                fail_judging(members, error, max_tries)
-        return error
+        error = await self._reward(members)
+        if error is not None:
+            return Judged(_text(error, "the reward raised "), passing=not isinstance(error, InvalidInput))
+        if not all(state.status is Status.COMPLETED for state in members):
+            return Judged()
+        try:
+            if self.group_reward_fn is not None:
+                await self._reward_group(self.group_reward_fn, members)
+            rejected = await self._rejected(members)
+        except Exception as raised:
+            return Judged(_text(raised), passing=not isinstance(raised, InvalidInput), rewarded=True)
+        if rejected is not None and not keep_rejected:
+            for state in members:
+                state.status, state.error_msg = Status.FILTERED, rejected
+        return Judged(rejected=rejected)
 
-    async def _reward(self, members: Sequence[RolloutState], max_tries: int) -> str | None:
-        if self.reward_fn is None:
+    async def _reward(self, members: Sequence[RolloutState]) -> Exception | None:
+        """Give the rewards that are missing; the last error, one that no retry can help before others."""
+        function = self.reward_fn
+        if function is None:
             return None
         todo = [state for state in members if state.status is Status.COMPLETED and state.reward is None]
-        results = [_called(self.reward_fn, state) for state in todo]
-        if any(inspect.isawaitable(result) for result in results):
-            results = await _awaited(results)
-        error = None
+        results: Sequence[Any]
+        if is_cheap(function):
+            results = [self._called(function, state) for state in todo]
+            if any(inspect.isawaitable(result) for result in results):
+                results = await _all_ended([self._awaited(result) for result in results])
+        else:
+            results = await _all_ended([self._result(function, state) for state in todo])
+        failed: Exception | None = None
         for state, result in zip(todo, results, strict=True):
             try:
                 if isinstance(result, Exception):
@@ -79,19 +124,16 @@ class Judge(msgspec.Struct, frozen=True, kw_only=True):
                 group_reward((state,))
             except Exception as raised:
                 state.reward = None
-                error = f"the reward raised {type(raised).__name__}: {raised}"
-                _spend(state, error, max_tries)
-        return error
+                failed = failed if isinstance(failed, InvalidInput) else raised
+        return failed
 
     async def _reward_group(self, reward: GroupReward, members: list[RolloutState]) -> None:
-        given = reward(list(members))  # a list of its own: the group is not to lose members here
-        if inspect.isawaitable(given):
-            given = await given
+        given = await self._result(reward, list(members))  # a list of its own: the group is not to lose members here
         if given is None:
             return
         if len(given) != len(members):
             raise InvalidInput(
-                f"group_reward_fn gave {len(given)} rewards for {len(members)} members; expected as many"
+                f"group_reward_fn gave {len(given)} rewards for {len(members)} members; the numbers must match"
             )
         rewards = [_as_reward(score) for score in given]
         before = [state.reward for state in members]
@@ -102,43 +144,84 @@ class Judge(msgspec.Struct, frozen=True, kw_only=True):
             _give(members, before)  # the responses are kept, and could not be stored with these
             raise
 
-    async def _filter(self, members: list[RolloutState]) -> None:
+    async def _rejected(self, members: list[RolloutState]) -> str | None:
         for accepts in self.filters:
-            verdict = accepts(list(members))
-            if inspect.isawaitable(verdict):
-                verdict = await verdict
+            verdict = await self._result(accepts, list(members))
             if isinstance(verdict, np.bool_):
                 verdict = bool(verdict)
             if verdict is True:
                 continue
             if verdict is not False and not isinstance(verdict, str):
                 raise InvalidInput(f"a filter answered {verdict!r:.80}; expected True, False or a reason")
-            for state in members:
-                state.status, state.error_msg = Status.FILTERED, verdict or "filtered"
-            return
+            return verdict or "filtered"
+        return None
+
+    # --- functions of the user ------------------------------------------------------------------------
+
+    async def _result(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """What a function of the user returns: awaited if it can be, called in a thread unless it is async or cheap."""
+        if is_cheap(function):
+            result = self._called(function, argument)
+            if isinstance(result, Exception):
+                raise result
+            return await self._awaited(result)
+        async with self._slot():
+            if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+                return await function(argument)
+            result = await in_thread(lambda: function(argument), pool=self._pool)
+            return await result if inspect.isawaitable(result) else result
+
+    async def _awaited(self, result: Any) -> Any:
+        if isinstance(result, Exception) or not inspect.isawaitable(result):
+            return result
+        async with self._slot():
+            return await result
+
+    def _called(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return function(argument)
+        except Exception as error:
+            return error
+        finally:
+            held_s = time.perf_counter() - began
+            if held_s > _LONG_HOLD_S and id(function) not in self._warned:
+                self._warned.add(id(function))
+                log.warning(
+                    "loop_held function=%s seconds=%.3f: it is declared cheap with on_loop, but holds the event loop; "
+                    "without on_loop it runs in a thread",
+                    getattr(function, "__qualname__", function), held_s,
+                )  # fmt: skip
+
+    def _slot(self) -> asyncio.Semaphore:
+        loop = asyncio.get_running_loop()
+        if self._slots is None or self._slots[0] is not loop:
+            self._slots = (loop, asyncio.Semaphore(self.concurrency))
+        return self._slots[1]
 
 
 def set_aside(members: Sequence[RolloutState]) -> None:
-    """Judging was stopped from outside: what is finished waits for it, and nothing is spent."""
+    """Judging was stopped from outside: finished members wait for it, and spend nothing."""
     for state in members:
         if is_answered(state):
             leave_unjudged(state)
 
 
-def fail_judging(members: Sequence[RolloutState], error: str, max_tries: int) -> str:
-    """A group could not be judged: what is finished spends a try, and waits for the next."""
+def fail_judging(members: Sequence[RolloutState], judged: Judged, max_tries: int) -> str:
+    """Judging was given up: members that are not judged spend a try, and wait for the next. The error."""
+    error = judged.error or "it could not be judged"
     for state in members:
-        if is_answered(state):
-            _spend(state, error, max_tries)
+        if is_answered(state) and (judged.rewarded or state.reward is None):
+            state.num_tries += 1
+            leave_unjudged(state)
+            state.error_msg = error
+            if state.num_tries >= max_tries:
+                state.status = Status.FAILED
     return error
 
 
-def _spend(state: RolloutState, error: str, max_tries: int) -> None:
-    state.num_tries += 1
-    leave_unjudged(state)
-    state.error_msg = error
-    if state.num_tries >= max_tries:
-        state.status = Status.FAILED
+def _text(error: Exception, prefix: str = "") -> str:
+    return f"{prefix}{type(error).__name__}: {error}"
 
 
 def _give(members: Sequence[RolloutState], rewards: Sequence[dict[str, Any] | None]) -> None:
@@ -156,29 +239,27 @@ def _as_reward(score: Any) -> dict[str, Any] | None:
     raise InvalidInput(f"a reward is {score!r:.80}; expected a number, a dict with a 'score', or None")
 
 
-def _called(function: SampleReward, state: RolloutState) -> Any:
+async def _all_ended(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """The results of calls, or the exceptions that they raised; none is left behind by a cancel."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    if not tasks:
+        return []
     try:
-        return function(state)
-    except Exception as error:
-        return error
-
-
-async def _awaited(values: Sequence[Any]) -> list[Any]:
-    """The values, those that can be awaited replaced by their result or exception; none is left behind by a cancel."""
-    tasks = {i: asyncio.ensure_future(value) for i, value in enumerate(values) if inspect.isawaitable(value)}
-    try:
-        await asyncio.wait(tasks.values())
+        await asyncio.wait(tasks)
     finally:
-        for task in tasks.values():
+        for task in tasks:
             task.cancel()
         # A further cancel waits, too: a reward that still runs must not see its sample change hands.
-        cancelled = await see_through(asyncio.gather(*tasks.values(), return_exceptions=True))
+        cancelled = await see_through(asyncio.gather(*tasks, return_exceptions=True))
         if cancelled is not None:
             raise cancelled
-    results = list(values)
-    for i, task in tasks.items():
-        if task.cancelled():
-            results[i] = InvalidInput("it cancelled itself")
-        else:
-            results[i] = task.exception() or task.result()
-    return results
+    return [_outcome(task) for task in tasks]
+
+
+def _outcome(task: asyncio.Task[Any]) -> Any:
+    if task.cancelled():
+        return InvalidInput("it cancelled itself")
+    error = task.exception()
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    return error or task.result()

@@ -198,23 +198,33 @@ _STATUSES = (Status.COMPLETED, Status.ABORTED, Status.FAILED, Status.FILTERED, S
 
 
 def settle_tries(
-    members: Sequence[RolloutState], issued: Sequence[RolloutState], max_tries: int, *, spend: bool = True
+    members: Sequence[RolloutState],
+    issued: Sequence[RolloutState],
+    max_tries: int,
+    *,
+    spend: bool = True,
+    aborted: str | None = None,
 ) -> str | None:
     """Count a try for every member that failed; back to ABORTED while it has tries left. The last error, if any.
 
-    Not `spend`: it was stopped from outside, which costs nothing.
+    Not `spend`: it was stopped from outside, which costs nothing. `aborted`: why members that were interrupted spend a
+    try as well; they keep what they have.
     """
     tries = {state.rollout_id: state.num_tries for state in issued}
     last = None
     for state in members:
-        if state.status is not Status.FAILED:
+        interrupted = aborted is not None and state.status is Status.ABORTED and not state.unjudged
+        if state.status is not Status.FAILED and not interrupted:
             continue
         state.num_tries = tries[state.rollout_id] + (1 if spend else 0)
+        if interrupted:
+            state.error_msg = aborted
         last = state.error_msg or "failed"
         if not spend:
             state.error_msg = None
-        if state.num_tries < max_tries:
-            state.status, state.finish_reason = Status.ABORTED, None
+        state.status = Status.ABORTED if state.num_tries < max_tries else Status.FAILED
+        if state.status is Status.ABORTED:
+            state.finish_reason = None
     return last
 
 

@@ -7,13 +7,14 @@ rollout).
 
 from __future__ import annotations
 
+import math
 from decimal import ROUND_CEILING, Decimal
 
 import msgspec
 
 from forebay.rollout import Status
 
-__all__ = ["Plan", "make_plan", "over_issue", "to_start", "waiting_again"]
+__all__ = ["Plan", "acceptance", "make_plan", "over_issue", "to_start", "waiting_again"]
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -46,8 +47,9 @@ def make_plan(*, trigger: int, waiting: int, straggling: bool, partial: bool, bu
     """What the next batch draws first.
 
     With trigger N, groups that have to start again wait until there are N of them, and are then run first, without
-    over-issue, so that they finish; 0 draws them at once; -1 never does. `straggling`: some group was returned so
-    often that it would starve; it gets its turn at any trigger from 0 on. `partial`: what was stopped keeps its work.
+    over-issue, so that they finish; 0 draws them at once; -1 never does. `straggling`: some group came back so often
+    that it would starve; at any trigger from 0 on it is drawn first, and the over-issue stays, so that the batch can
+    complete without it. `partial`: interrupted groups keep their work.
 
     >>> make_plan(trigger=3, waiting=2, straggling=False, partial=True, budget=4).tail
     False
@@ -57,24 +59,48 @@ def make_plan(*, trigger: int, waiting: int, straggling: bool, partial: bool, bu
     >>> [str(status) for status in plan.statuses], plan.budget
     (['init', 'expired', 'aborted'], 4)
     """
-    straggling = straggling and trigger >= 0
-    tail = (trigger > 0 and waiting >= trigger) or straggling
-    # At 0 also what comes back while the batch is being produced is drawn at once.
-    again = trigger == 0 or tail
-    # What was stopped goes on at once if it keeps its tokens; so it does where nothing is ever collected for a tail.
-    if again:
+    tail = trigger > 0 and waiting >= trigger
+    # At 0 also groups that come back while the batch is being produced are drawn at once.
+    if trigger == 0 or tail or (straggling and trigger > 0):
         statuses: tuple[Status, ...] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
     elif partial or trigger < 0:
+        # An interrupted group that keeps its tokens continues at once; so does one that no tail would ever collect.
         statuses = (Status.INIT, Status.ABORTED)
     else:
         statuses = (Status.INIT,)
     return Plan(statuses, 0 if tail else budget, tail)
 
 
-def to_start(*, target: int, available: int, budget: int, in_flight: int) -> int:
+_LEAST_ACCEPTANCE = 1 / 32
+
+
+def acceptance(kept: int, rejected: int) -> float:
+    """The share of finished groups that filters keep, as measured; 1 before anything was rejected.
+
+    Two kept groups are added, so that a few rejections at the beginning do not start a flood of groups.
+
+    >>> acceptance(0, 0), acceptance(8, 0), acceptance(2, 36), acceptance(0, 10_000)
+    (1.0, 1.0, 0.1, 0.03125)
+    """
+    return max(_LEAST_ACCEPTANCE, (kept + 2) / (kept + rejected + 2))
+
+
+def to_start(
+    *, target: int, available: int, budget: int, in_flight: int, accepted: float = 1.0, spare: int | None = None
+) -> int:
     """How many groups to start now, so that target + budget - available are in flight; at least one is.
+
+    `accepted`: the share of groups that filters keep; what is missing is divided by it, which starts at most `spare`
+    groups more.
 
     >>> to_start(target=10, available=9, budget=4, in_flight=0), to_start(target=10, available=9, budget=4, in_flight=5)
     (5, 0)
+    >>> to_start(target=16, available=0, budget=0, in_flight=16, accepted=0.1)
+    144
+    >>> to_start(target=16, available=0, budget=0, in_flight=16, accepted=0.1, spare=10)
+    10
     """
-    return max(target + budget - available - in_flight, 0 if in_flight else 1)
+    missing = target - available
+    extra = max(0, math.ceil(missing / accepted) - missing) if missing > 0 else 0
+    extra = extra if spare is None else min(extra, max(0, spare))
+    return max(missing + budget + extra - in_flight, 0 if in_flight else 1)

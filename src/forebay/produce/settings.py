@@ -2,31 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from forebay.checks import whole_number
 from forebay.errors import InvalidConfig
 
-__all__ = ["Budgets", "Timeouts", "positive_seconds"]
+__all__ = ["Budgets", "Timeouts", "backoff_s", "positive_seconds"]
+
+WhenExhausted: TypeAlias = Literal["raise", "accept", "skip"]
+
+_FIRST_DELAY_S = 0.5
+_MAX_DELAY_S = 30.0
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long producing waits for others, in seconds."""
+    """How long producing waits for others, in seconds. `docs/guide/producing.md` has what each event costs."""
 
-    group_timeout_s: float = 3600.0
-    """A group that is not generated (or judged) within it is cancelled, and spends a try."""
+    member_timeout_s: float = 1800.0
+    """Members that are not generated within it are cancelled and spend a try; outages of the engine do not count."""
     pause_interval_s: float = 5.0
-    """A pause is asked for again after so long."""
+    """A pause is requested again after this long."""
     pause_request_timeout_s: float = 30.0
-    """How long asking an agent loop for a pause may take."""
-    pause_timeout_s: float = 300.0
-    """What does not end within it after a pause is cancelled, and goes back with what it has."""
+    """How long requesting a pause from an agent loop may take."""
+    pause_timeout_s: float = 60.0
+    """Members that do not end within it after a pause are cancelled and spend a try."""
     idle_timeout_s: float = 60.0
     """How long a pause waits for the engine to stop our requests (`AgentLoop.idle`) before it is an EngineError."""
     judge_timeout_s: float = 10.0
-    """How long judging may go on in a pause; after that a group is kept, and judged on its retry."""
+    """How long judging may continue in a pause; after that the group is kept, and judged on its retry."""
+    judge_give_up_s: float = 600.0
+    """How long judging is repeated while rewards or filters raise; after that its members spend a try."""
     cancel_timeout_s: float = 10.0
     """An agent loop that does not end within it when cancelled is left behind; its group goes back."""
 
@@ -39,12 +46,21 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How much may go wrong in a row before producing stops with an error."""
 
     max_consecutive_failures: int = 20
-    max_consecutive_rejections: int | None = None  # None: 20 batches
+    """Attempts; then `TooManyFailures`."""
+    max_consecutive_rejections: int | None = None
+    """Groups that filters reject; None: 20 batches. Then `when_exhausted` decides."""
+    when_exhausted: WhenExhausted = "raise"
+    """`raise`: TooManyRejections. `accept`: rejected groups are kept until the filter keeps one by itself. `skip`: a
+    manager plans its steps without the task until the next weight update (TooManyRejections if no task is left)."""
 
     def __post_init__(self) -> None:
         whole_number("max_consecutive_failures", self.max_consecutive_failures, least=1)
         if self.max_consecutive_rejections is not None:
             whole_number("max_consecutive_rejections", self.max_consecutive_rejections, least=1)
+        if self.when_exhausted not in get_args(WhenExhausted):
+            raise InvalidConfig(
+                f"when_exhausted is {self.when_exhausted!r:.80}; expected one of {', '.join(get_args(WhenExhausted))}"
+            )
 
     def rejections(self, batch_size: int) -> int:
         """How many groups may be filtered in a row; a batch of nothing has room for some, too."""
@@ -58,3 +74,12 @@ def positive_seconds(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise InvalidConfig(f"{name} is {value!r}; expected a positive number of seconds")
     return float(value)
+
+
+def backoff_s(times: int) -> float:
+    """How long to wait after something went wrong for the n-th time in a row.
+
+    >>> [backoff_s(times) for times in (1, 2, 3, 7, 5000)]
+    [0.5, 1.0, 2.0, 30.0, 30.0]
+    """
+    return min(_FIRST_DELAY_S * 2.0 ** min(times - 1, 16), _MAX_DELAY_S)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
-from msgspec.structs import asdict, replace
+from msgspec.structs import asdict
 
 from forebay.agent_loop.base import AgentLoop
 from forebay.arguments import checked_task
@@ -24,7 +24,7 @@ from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
 from forebay.errors import (
     EngineError,
-    EngineRestarted,
+    EngineUnavailable,
     InvalidConfig,
     InvalidInput,
     TooManyFailures,
@@ -45,7 +45,7 @@ from forebay.staleness import Limits, stale_threshold, staleness
 from forebay.threads import see_through
 from forebay.waiting import RESOLUTION_S
 
-__all__ = ["AsyncProduceStrategy", "ProduceStrategy", "Production", "SyncProduceStrategy"]
+__all__ = ["AsyncProduceStrategy", "ProduceStrategy", "Production", "SyncProduceStrategy", "too_many_rejections"]
 
 log = logging.getLogger(__name__)
 
@@ -53,10 +53,14 @@ _WAITING = (Status.INIT, Status.EXPIRED, Status.ABORTED)
 
 
 class Production(msgspec.Struct, frozen=True, kw_only=True):
-    """How a call of `produce_batch` ended, in groups. `complete`: the target was reached; otherwise a pause came."""
+    """How a call of `produce_batch` ended, in groups.
+
+    `complete`: the target was reached; otherwise a pause came, or the task is `exhausted`.
+    """
 
     task_name: str
     complete: bool
+    exhausted: bool = False  # filters reject everything, and the task is to be skipped
     target: int
     available: int
     started: int
@@ -99,6 +103,7 @@ class ProduceStrategy:
         max_tries: int,
         reward_fn: SampleReward | None,
         group_reward_fn: GroupReward | None,
+        reward_concurrency: int,
         is_valid_sample_fn: Filter | Sequence[Filter] | None,
         should_continue_fn: Callable[[int, int], bool] | None,
         timeouts: Timeouts | None,
@@ -135,6 +140,7 @@ class ProduceStrategy:
             reward_fn=reward_fn,
             group_reward_fn=group_reward_fn,
             filters=(filters,) if callable(filters) else tuple(filters),
+            concurrency=reward_concurrency,
         )
         if self.enable_partial_rollout and self.stale_threshold == 1:
             raise InvalidConfig(
@@ -195,8 +201,13 @@ class ProduceStrategy:
         steps: Steps,
         target: int | None = None,
         stopped: Callable[[], bool] = lambda: False,
+        spare: int | None = None,
     ) -> Production:
-        """As `produce_batch`, with clocks that may go on meanwhile: for managers. It ends early when `stopped()`."""
+        """As `produce_batch`, with clocks that may go on meanwhile: for managers. It ends early when `stopped()`.
+
+        `spare`: how many groups more than the target and the over-issue may be in flight because filters reject some;
+        by default as many as the buffer has room for.
+        """
         if not isinstance(agent_loop, AgentLoop):
             raise InvalidInput(f"agent_loop is {agent_loop!r:.80}; expected an AgentLoop")
         checked_task(task_name)
@@ -210,11 +221,14 @@ class ProduceStrategy:
         try:
             while task.pausing:
                 await asyncio.wait(tuple(task.pausing))
-            return await self._produce(task, agent_loop, bound, batch_size, steps, target, stopped)
+            task.works.batch_size = max(1, batch_size)
+            if spare is None and self.replay_buffer.max_groups is not None:
+                spare = self.replay_buffer.max_groups - batch_size - over_issue(self.over_sample_threshold, batch_size)
+            return await self._produce(task, agent_loop, bound, batch_size, steps, target, stopped, spare)
         except BaseException as error:
             await self._stop(task)
             task.works.broken = None  # of those that were stopped: the first error is the one to hear of
-            if isinstance(error, EngineRestarted):
+            if isinstance(error, EngineUnavailable):
                 task.told.clear()  # producing again says that the weights were pushed again
             raise
         finally:
@@ -229,6 +243,7 @@ class ProduceStrategy:
         steps: Steps,
         target: int | None,
         stopped: Callable[[], bool],
+        spare: int | None,
     ) -> Production:
         loop = asyncio.get_running_loop()
         began, works, task_name = loop.time(), task.works, task.works.task_name
@@ -243,7 +258,7 @@ class ProduceStrategy:
         if task.told.get(agent_loop) != steps.model_step and not agent_loop.takes_weights_while_running:
             await agent_loop.weights_loaded(steps.model_step)
             task.told[agent_loop] = steps.model_step
-            if isinstance(works.broken, EngineRestarted):
+            if isinstance(works.broken, EngineUnavailable):
                 works.broken = None  # of the weights before
         if works.pauses == pauses and not stopped():
             await self._resume(task, agent_loop)
@@ -255,38 +270,47 @@ class ProduceStrategy:
         async def step() -> Production | None:
             nonlocal started, plan
             while True:
-                self._check(works, batch_size)
+                self._check(works)
+                skip = works.exhausted and self.budgets.when_exhausted == "skip"
                 available = await self._available(task_name)
                 enough = not self._should_continue(available, target)
                 self.progress.update(task_name, available, target, works.in_flight, works.figures)
-                if enough or works.pausing or agent_loop.paused or stopped():  # another task may pause the loop
+                if enough or skip or works.pausing or agent_loop.paused or stopped():  # another task may pause the loop
                     return Production(
                         task_name=task_name,
                         complete=enough,
+                        exhausted=skip and not enough,
                         target=target,
                         available=available,
                         started=started,
                         tail=plan.tail,
                         seconds=loop.time() - began,
                     )
-                missing = to_start(target=target, available=available, budget=plan.budget, in_flight=works.in_flight)
+                missing = to_start(
+                    target=target,
+                    available=available,
+                    budget=plan.budget,
+                    in_flight=works.relied_on,
+                    accepted=works.accepted,
+                    spare=spare,
+                )
                 if missing <= 0:
                     return None
                 begun = await self._start(task, agent_loop, sampler, missing, plan.statuses, steps)
                 if not begun:
                     begun = await self._start(task, agent_loop, sampler, missing, (), steps)
                     if not begun and not len(works):
-                        # What waits for a tail must not keep the buffer full for ever.
+                        # Groups that wait for a tail must not keep the buffer full forever.
                         begun = await self._start(task, agent_loop, sampler, missing, _WAITING, steps)
                     if not begun:
                         return None  # there is no room: wait for some
-                elif works.stragglers and self.tail_batch_trigger_size >= 0:
-                    plan = replace(plan, budget=0, tail=True)  # before new ones are drawn, so that these finish
                 started += begun
 
         what = f"task {task_name!r} to have {target} groups completed, leased or trained"
         production = await self.replay_buffer.until(step, what, (task_name,))
-        if not self.leaves_work_running:
+        if production.exhausted:
+            works.rejections_in_a_row = 0  # the next call tries again
+        if not self.leaves_work_running or production.exhausted:
             if works.pausing:
                 await works.wait(self.timeouts.pause_timeout_s)  # whoever pauses brings them in
             await self._stop(task)
@@ -409,27 +433,25 @@ class ProduceStrategy:
             return bool(self.should_continue_fn(available, target))
         return available < target
 
-    def _check(self, works: Works, batch_size: int) -> None:
+    def _check(self, works: Works) -> None:
         """Raise if something broke, or too much went wrong in a row."""
         broken, works.broken = works.broken, None
         if broken is not None:
             raise broken
-        limit = self.budgets.max_consecutive_failures
-        if works.failures_in_a_row >= limit:
-            works.failures_in_a_row = 0
+        if works.failures_in_a_row >= self.budgets.max_consecutive_failures:
+            attempts, works.failures_in_a_row = works.failures_in_a_row, 0
+            failed = sum(works.failing.values())
+            back = len(works.failing) - failed
+            works.failing.clear()
             raise TooManyFailures(
-                f"{limit} groups of task {works.task_name!r} in a row failed, and none was completed; the last error: "
-                f"{works.last_error}. Every group is back in the buffer; mend the cause, or raise "
+                f"{attempts} attempts in a row at groups of task {works.task_name!r} failed, and none was completed; "
+                f"the last error: {works.last_error}. Of these groups {failed} spent their last try and ended as "
+                f"failed, {back} are back in the buffer; fix the cause and produce again, or raise "
                 "max_consecutive_failures"
             )
-        limit = self.budgets.rejections(batch_size)
-        if works.rejections_in_a_row >= limit:
-            works.rejections_in_a_row = 0
-            raise TooManyRejections(
-                f"{limit} groups of task {works.task_name!r} in a row were filtered, and none was kept; the last "
-                f"reason: {works.last_error}. Loosen the filter, change the prompts, or raise "
-                "max_consecutive_rejections"
-            )
+        if works.exhausted and self.budgets.when_exhausted == "raise":
+            rejections, works.rejections_in_a_row = works.rejections_in_a_row, 0
+            raise too_many_rejections(works.task_name, f"{rejections} groups", works.last_error)
 
     # --- pausing --------------------------------------------------------------------------------------
 
@@ -438,8 +460,8 @@ class ProduceStrategy:
 
         A barrier: nothing is in flight afterwards, and the engines have stopped our requests, so that new weights meet
         none of them. Completed groups count; stopped ones keep their tokens if partial rollout is on. What does not end
-        in time is cancelled, and goes back with what it has. EngineError if an engine does not become idle: it is not
-        safe to load weights then; pause again. `produce_batch` resumes.
+        in time is cancelled, spends a try, and goes back with what it has. EngineError if an engine does not become
+        idle: it is not safe to load weights then; pause again. `produce_batch` resumes.
         """
         names = list(self._tasks) if task_name is None else [task_name]
         tasks = [self._tasks[name] for name in names if name in self._tasks]
@@ -474,12 +496,14 @@ class ProduceStrategy:
                 left_s = self.timeouts.pause_timeout_s - (loop.time() - began)
                 if left_s <= RESOLUTION_S:
                     log.warning("pause_timed_out task=%s groups=%d: cancelled", works.task_name, len(works))
+                    works.overdue = True
                     break
                 requests = [request for request in requests if not request.done()]
                 requests += [asyncio.create_task(self._ask(agent_loop)) for agent_loop in agent_loops]
                 await works.wait(min(self.timeouts.pause_interval_s, left_s))
             await works.stop()
         finally:
+            works.overdue = False
             for request in requests:
                 request.cancel()
             if requests:  # one that ignores the cancel is left behind
@@ -558,6 +582,7 @@ class ProduceStrategy:
                 partial=self.enable_partial_rollout,
                 max_tries=self.max_tries,
                 tail_after=self.tail_after,
+                budgets=self.budgets,
             )
             task = self._tasks[task_name] = _Task(works)
         return task
@@ -584,6 +609,14 @@ class ProduceStrategy:
             )
 
 
+def too_many_rejections(task_name: str, groups: str, reason: str | None) -> TooManyRejections:
+    """The error for a task whose groups are all filtered."""
+    return TooManyRejections(
+        f"{groups} of task {task_name!r} in a row were filtered, and none was kept; the last reason: {reason}. Loosen "
+        "the filter, change the prompts, raise max_consecutive_rejections, or choose another when_exhausted"
+    )
+
+
 class SyncProduceStrategy(ProduceStrategy):
     """Starts what is missing, replaces what is filtered or fails, returns when the batch is there; nothing runs on."""
 
@@ -595,6 +628,7 @@ class SyncProduceStrategy(ProduceStrategy):
         max_tries: int = 3,
         reward_fn: SampleReward | None = None,
         group_reward_fn: GroupReward | None = None,
+        reward_concurrency: int = 64,
         is_valid_sample_fn: Filter | Sequence[Filter] | None = None,
         should_continue_fn: Callable[[int, int], bool] | None = None,
         timeouts: Timeouts | None = None,
@@ -613,6 +647,7 @@ class SyncProduceStrategy(ProduceStrategy):
             max_tries=max_tries,
             reward_fn=reward_fn,
             group_reward_fn=group_reward_fn,
+            reward_concurrency=reward_concurrency,
             is_valid_sample_fn=is_valid_sample_fn,
             should_continue_fn=should_continue_fn,
             timeouts=timeouts,
@@ -627,7 +662,7 @@ class AsyncProduceStrategy(ProduceStrategy):
     `over_sample_threshold`: how many groups beyond the target to run, as a share of the batch. `max_staleness` and
     `max_token_staleness` count weight updates. `tail_batch_trigger_size`: -1 drops what expired, 0 generates it again
     at once, N waits for N of them and then runs them first, without over-issue; a group that was returned
-    `tail_after` times has that effect, too.
+    `tail_after` times is drawn first at any setting from 0 on.
     """
 
     leaves_work_running = True
@@ -646,6 +681,7 @@ class AsyncProduceStrategy(ProduceStrategy):
         max_tries: int = 3,
         reward_fn: SampleReward | None = None,
         group_reward_fn: GroupReward | None = None,
+        reward_concurrency: int = 64,
         is_valid_sample_fn: Filter | Sequence[Filter] | None = None,
         should_continue_fn: Callable[[int, int], bool] | None = None,
         timeouts: Timeouts | None = None,
@@ -664,6 +700,7 @@ class AsyncProduceStrategy(ProduceStrategy):
             max_tries=max_tries,
             reward_fn=reward_fn,
             group_reward_fn=group_reward_fn,
+            reward_concurrency=reward_concurrency,
             is_valid_sample_fn=is_valid_sample_fn,
             should_continue_fn=should_continue_fn,
             timeouts=timeouts,

@@ -1,24 +1,30 @@
-"""Groups under way: each from its draw until it is back in the buffer.
+"""Groups in flight: each from its draw until it is back in the buffer.
 
-One `Works` has all that a strategy has in flight for one task, and nobody else starts, stops or finishes those. Every
-group walks the same way in a task of its own: generate, judge, put. However that ends (an answer, an exception, a
-cancel, a timeout, a loop that does not even heed a cancel), the group goes back into the buffer, once, under the
-attempt that it was drawn with (G3). If the store fails just then, it is kept here and put again at the next
+One `Works` has all groups that a strategy has in flight for one task, and nothing else starts, stops or finishes those.
+Every group takes the same way in a separate task: rest, generate, judge, put. However that ends (an answer, an
+exception, a cancel, a timeout, a loop that ignores cancels), the group goes back into the buffer, once, under the
+attempt that it was drawn with (G3). If the store fails then, the group is kept here and put again at the next
 opportunity. A finished one is counted, once, and wakes the strategy.
+
+A group whose attempt was cut short (by a timeout, an abort that nobody asked for, or a pause that had to cancel it) is
+a suspect: it rests before its next attempt, and no batch relies on it, so that one that always hangs delays none.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from forebay.agent_loop.base import AgentLoop
 from forebay.buffer import ReplayBuffer
-from forebay.errors import BufferClosed, DuplicateGroup, EngineRestarted, InvalidInput, LostLease
+from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, InvalidInput, LostLease
 from forebay.produce.figures import Figures, Outcome
-from forebay.produce.judge import Judge, fail_judging, set_aside
+from forebay.produce.judge import Judge, Judged, fail_judging, set_aside
 from forebay.produce.members import (
     collect,
     new_rewards,
@@ -28,14 +34,17 @@ from forebay.produce.members import (
     settle_tries,
     untrusted_responses,
 )
-from forebay.produce.settings import Timeouts
+from forebay.produce.rules import acceptance
+from forebay.produce.settings import Budgets, Timeouts, backoff_s
 from forebay.prompts import independent
 from forebay.rollout import RolloutState, Status, group_status
 from forebay.staleness import EXPIRABLE, Limits, expire_members
 from forebay.threads import see_through
 from forebay.waiting import RESOLUTION_S
 
-__all__ = ["Steps", "Works", "look_at"]
+__all__ = ["Stage", "Steps", "Works", "look_at"]
+
+_VERDICTS_KEPT = 256
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +55,16 @@ class Steps:
     def __init__(self, train_step: int, model_step: int) -> None:
         self.train_step = train_step
         self.model_step = model_step
+
+
+class Stage(msgspec.Struct):
+    """What a group in flight is being done to, and since when on the clock of the event loop."""
+
+    group_id: int
+    attempt: int
+    name: str  # resting, generating, judging, storing
+    since: float
+    note: str = ""
 
 
 class _Return(NamedTuple):
@@ -72,15 +91,20 @@ class Works:
         partial: bool,
         max_tries: int,
         tail_after: int,
+        budgets: Budgets,
     ) -> None:
         self.task_name = task_name
         self.figures = Figures()
         self.failures_in_a_row = 0
+        self.failing: dict[int, bool] = {}  # groups of these failures; whether they ended as failed
         self.rejections_in_a_row = 0
+        self.kept: deque[bool] = deque(maxlen=_VERDICTS_KEPT)  # of finished groups, whether the filter kept them
         self.last_error: str | None = None
         self.broken: BaseException | None = None
         self.stragglers: set[int] = set()
+        self.batch_size = 1
         self.pausing = False
+        self.overdue = False  # a pause cancels what did not end in time
         self.pauses = 0  # asked for so far
         self._buffer = buffer
         self._judge = judge
@@ -94,6 +118,10 @@ class Works:
         self._returning: set[asyncio.Task[None]] = set()
         self._back: set[asyncio.Task[None]] = set()  # of those that are running
         self._late: list[_Return] = []  # the store failed when they were put
+        self._budgets = budgets
+        self._stages: dict[asyncio.Task[None], Stage] = {}
+        self._suspects: dict[int, tuple[int, float]] = {}  # times cut short in a row; rests until
+        self._judging_failed: float | None = None  # since when rewards or filters raise
         self._pause: asyncio.Future[None] | None = None
 
     def __len__(self) -> int:
@@ -104,6 +132,31 @@ class Works:
     def in_flight(self) -> int:
         """Groups that are not back in the buffer; a task outlives the return of its group by a moment."""
         return len(self) - len(self._back)
+
+    @property
+    def relied_on(self) -> int:
+        """Groups in flight that a batch may wait for: all but suspects."""
+        if not self._suspects:
+            return self.in_flight
+        return self.in_flight - sum(
+            stage.group_id in self._suspects for task, stage in self._stages.items() if task not in self._back
+        )
+
+    @property
+    def stages(self) -> list[Stage]:
+        """What is being done to each group in flight, oldest first."""
+        return sorted(self._stages.values(), key=lambda stage: stage.since)
+
+    @property
+    def accepted(self) -> float:
+        """The share of groups that filters keep, as measured."""
+        kept = sum(self.kept)
+        return acceptance(kept, len(self.kept) - kept)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether so many groups in a row were rejected that something has to happen."""
+        return self.rejections_in_a_row >= self._budgets.rejections(self.batch_size)
 
     @property
     def agent_loops(self) -> list[AgentLoop]:
@@ -120,10 +173,13 @@ class Works:
         task = asyncio.create_task(self._walk(list(group), agent_loop, steps), name=name)
         self._running[task] = agent_loop
         self._unbegun[task] = list(group)
+        clock = asyncio.get_running_loop().time
+        self._stages[task] = Stage(group[0].group_id or 0, attempt, "generating", clock(), group[0].error_msg or "")
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._running.pop(task, None)
+        self._stages.pop(task, None)
         self._back.discard(task)
         self._returning.discard(task)
         unbegun = self._unbegun.pop(task, None)
@@ -202,29 +258,38 @@ class Works:
     # --- the walk of one group ------------------------------------------------------------------------
 
     async def _walk(self, group: list[RolloutState], agent_loop: AgentLoop, steps: Steps) -> None:
-        self._unbegun.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
-        clock = asyncio.get_running_loop().time
-        started, model_step = clock(), steps.model_step
+        task = asyncio.current_task()
+        assert task is not None
+        self._unbegun.pop(task, None)
+        clock, model_step = asyncio.get_running_loop().time, steps.model_step
         self._count_dropped(group)
         issued, working = prepare(group, partial=self._partial)
         rewarded = {(state.rollout_id, state.segment) for state in issued if state.reward is not None}
-        cancelled, seconds, tokens = None, None, 0
+        cancelled, seconds, tokens, judged = None, None, 0, Judged()
+        judge_s = 0.0
+        stage = self._stages[task]
         try:
-            members, error, cancelled = await self._generate(issued, working, agent_loop)
-            seconds = None if members is issued else clock() - started
-            tokens = new_tokens(members, issued)
-            if cancelled is None:
-                judge_error, cancelled = await self._judged(members)
+            rested, cancelled = await self._rest(stage)
+            if not rested:
+                members, error = self._what_there_is(issued, working), None
+            else:
+                stage.name, stage.since = "generating", clock()
+                members, error, cancelled = await self._generate(issued, working, agent_loop)
+                seconds = None if members is issued else clock() - stage.since
+                tokens = new_tokens(members, issued)
+            if cancelled is not None or not rested:
+                if not self._judge.idle:
+                    set_aside(members)
+            else:
+                stage.name, stage.since = "judging", clock()
+                judged, judge_error, cancelled = await self._judged(members, stage)
                 error = judge_error or error
-            elif not self._judge.idle:
-                set_aside(members)
+                judge_s = clock() - stage.since
         except Exception as wrong:
-            # A value that nobody thought of, in a sample; whatever it is, the group goes back.
+            # An unforeseen value in a sample; in any case the group goes back.
             log.exception("group_mishandled task=%s group=%s", self.task_name, issued[0].group_id)
             members = refused_members((), issued, f"{type(wrong).__name__}: {wrong}", everyone=True)
             error = settle_tries(members, issued, self._max_tries)
-        task = asyncio.current_task()
-        assert task is not None
 
         def count(stored: Sequence[RolloutState], status: Status | None, refused: str | None) -> None:
             if task in self._running:
@@ -238,13 +303,16 @@ class Works:
                     samples=len(stored),
                     tokens=tokens,
                     seconds=seconds,
+                    judge_s=judge_s,
                     failed=failure is not None,
-                    error=failure or (stored[0].error_msg if status is Status.FILTERED else None),
+                    error=failure or judged.rejected,
+                    rejected=judged.rejected is not None,
                     rewards=new_rewards(stored, rewarded),
                 )
             )
 
         back = _Return(members, issued, steps.train_step, model_step, count)
+        stage.name, stage.since = "storing", clock()
         storing = asyncio.ensure_future(self._store(back))
         cancelled = await see_through(storing) or cancelled
         if storing.cancelled() or storing.exception() is not None:
@@ -253,16 +321,33 @@ class Works:
         if cancelled is not None:
             raise cancelled
 
+    async def _rest(self, stage: Stage) -> tuple[bool, asyncio.CancelledError | None]:
+        """Wait until a suspect may be tried again; whether it may, and a cancel meanwhile. A pause ends it."""
+        clock = asyncio.get_running_loop().time
+        _, until = self._suspects.get(stage.group_id, (0, 0.0))
+        stage.name = "resting"
+        try:
+            while (left_s := until - clock()) > RESOLUTION_S and not self.pausing:
+                await asyncio.wait((self._pause_future(),), timeout=left_s)
+        except asyncio.CancelledError as stopped:
+            return False, stopped
+        return until - clock() <= RESOLUTION_S, None
+
+    def _cut_short(self, group_id: int) -> None:
+        times = self._suspects.get(group_id, (0, 0.0))[0] + 1
+        self._suspects[group_id] = times, asyncio.get_running_loop().time() + backoff_s(times)
+
     async def _generate(
         self, issued: list[RolloutState], working: list[RolloutState], agent_loop: AgentLoop
     ) -> tuple[list[RolloutState], str | None, asyncio.CancelledError | None]:
         """The members as they came back, an error that cost a try, and a cancel meanwhile."""
         if all(state.status is Status.COMPLETED for state in issued):
-            return issued, None, None  # they wait to be judged, only
+            return issued, None, None  # they only wait to be judged
+        pauses, group_id = (self.pauses, agent_loop.pauses), issued[0].group_id or 0
         generating = asyncio.ensure_future(self._call(agent_loop, working))
         cancelled = None
         try:
-            await asyncio.wait((generating,), timeout=self._timeouts.group_timeout_s)
+            await self._until_generated(generating, agent_loop)
         except asyncio.CancelledError as stopped:
             cancelled = stopped
         in_time = generating.done()
@@ -270,29 +355,52 @@ class Works:
             cancelled = await self._cancel(generating) or cancelled
         returned: object = working
         if not generating.done():
-            # It goes on changing them, and must not change what is stored.
+            # It may continue to change them, and must not change what is stored.
             returned = [independent(state.__copy__()) for state in working if isinstance(state, RolloutState)]
         elif not generating.cancelled() and generating.exception() is None:
             returned = generating.result()
         raised = None if not generating.done() or generating.cancelled() else generating.exception()
-        if isinstance(raised, EngineRestarted):
-            self.broken = self.broken or raised  # whoever produces hears of it; the group lost nothing but time
+        if isinstance(raised, EngineUnavailable):
+            self.broken = self.broken or raised  # the strategy hears of it; the group lost nothing but time
             return self._what_there_is(issued, working), None, cancelled
+        cut = None
         if cancelled is not None or (in_time and generating.cancelled() and (self.pausing or agent_loop.paused)):
-            return self._what_there_is(issued, returned), None, cancelled
-        if not in_time:
-            missing = f"not generated within group_timeout_s={self._timeouts.group_timeout_s:g}"
-        elif generating.cancelled():
+            if not (self.overdue and cancelled is not None):
+                return self._what_there_is(issued, returned), None, cancelled
+            cut = f"did not end within pause_timeout_s={self._timeouts.pause_timeout_s:g} of a pause"
+        elif not in_time:
+            cut = f"not generated within member_timeout_s={self._timeouts.member_timeout_s:g}"
+        if cut is not None:
+            self._cut_short(group_id)
+            members = self._what_there_is(issued, returned)
+            return members, settle_tries(members, issued, self._max_tries, aborted=cut), cancelled
+        missing = None
+        if generating.cancelled():
             missing = "the agent loop cancelled itself"
         elif raised is not None:
-            log.warning("agent_loop_raised task=%s group=%s", self.task_name, issued[0].group_id, exc_info=raised)
+            log.warning("agent_loop_raised task=%s group=%s", self.task_name, group_id, exc_info=raised)
             missing = f"the agent loop raised {type(raised).__name__}: {raised}"
-        else:
-            missing = None
         if missing is not None:
             returned = self._finished(returned)
         members = collect(issued, returned, partial=self._partial, missing=missing)
-        return members, settle_tries(members, issued, self._max_tries), None
+        asked = pauses != (self.pauses, agent_loop.pauses) or self.pausing or agent_loop.paused
+        aborted = None if asked else "the agent loop ended it early (ABORTED) although nobody asked for that"
+        if aborted is not None and any(state.status is Status.ABORTED for state in members):
+            self._cut_short(group_id)
+        return members, settle_tries(members, issued, self._max_tries, aborted=aborted), None
+
+    async def _until_generated(self, generating: asyncio.Future[Any], agent_loop: AgentLoop) -> None:
+        """Wait for `member_timeout_s`, in which time that the engine was away does not count.
+
+        Members of a group are begun together, so those that have not ended then have all had that long.
+        """
+        clock = asyncio.get_running_loop().time
+        began, away_s = clock(), agent_loop.outage_s()
+        while not generating.done():
+            left_s = self._timeouts.member_timeout_s + agent_loop.outage_s() - away_s - (clock() - began)
+            if left_s <= RESOLUTION_S:
+                return
+            await asyncio.wait((generating,), timeout=left_s)
 
     def _count_dropped(self, group: Sequence[RolloutState]) -> None:
         dropped = untrusted_responses(group)
@@ -339,19 +447,49 @@ class Works:
             look_at(future)
         return cancelled
 
-    async def _judged(self, members: list[RolloutState]) -> tuple[str | None, asyncio.CancelledError | None]:
-        """Reward and filter; the error, if it cost a try, and a cancel meanwhile. In a pause there is little time."""
+    async def _judged(
+        self, members: list[RolloutState], stage: Stage
+    ) -> tuple[Judged, str | None, asyncio.CancelledError | None]:
+        """Reward and filter; how it went, the error if it cost a try, and a cancel meanwhile.
+
+        While rewards or filters raise they are called again, with growing delays, and nothing is spent before
+        `judge_give_up_s`. In a pause there is little time.
+        """
         if self._judge.idle or not any(state.status is Status.COMPLETED for state in members):
-            return None, None
+            return Judged(), None, None
+        clock = asyncio.get_running_loop().time
+        deadline, times = clock() + self._timeouts.judge_give_up_s, 0
+        while True:
+            judged, cancelled = await self._judge_once(members, deadline - clock())
+            if judged is None:
+                set_aside(members)
+                return Judged(), None, cancelled
+            self._note_outage(stage, judged)
+            if judged.error is None:
+                return judged, None, cancelled
+            times += 1
+            delay_s = backoff_s(times)
+            if not judged.passing or clock() + delay_s >= deadline - RESOLUTION_S:
+                return judged, fail_judging(members, judged, self._max_tries), cancelled
+            stage.note = f"repeated after {judged.error}"
+            try:
+                await asyncio.wait((self._pause_future(),), timeout=delay_s)
+            except asyncio.CancelledError as stopped:
+                cancelled = stopped
+            if cancelled is not None or self.pausing:
+                set_aside(members)
+                return Judged(), None, cancelled
+
+    async def _judge_once(
+        self, members: list[RolloutState], left_s: float
+    ) -> tuple[Judged | None, asyncio.CancelledError | None]:
+        """One call of the judge, and a cancel meanwhile; None if it was stopped from outside."""
+        keep_rejected = self.exhausted and self._budgets.when_exhausted == "accept"
         # With a list of its own: one that is left behind must not get hold of what we keep instead.
-        judging = asyncio.ensure_future(self._judge.judge(list(members), self._max_tries))
+        judging = asyncio.ensure_future(self._judge.judge(list(members), keep_rejected=keep_rejected))
         cancelled, hurried = None, False
         try:
-            await asyncio.wait(
-                (judging, self._pause_future()),
-                timeout=self._timeouts.group_timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            await asyncio.wait((judging, self._pause_future()), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             hurried = self.pausing
             if not judging.done() and hurried:
                 await asyncio.wait((judging,), timeout=self._timeouts.judge_timeout_s)
@@ -360,15 +498,28 @@ class Works:
         in_time = judging.done()
         if not in_time:
             cancelled = await self._cancel(judging) or cancelled
-        if not judging.done():
-            members[:] = [independent(state.__copy__()) for state in members]  # it goes on changing the others
-        elif not judging.cancelled():
+        if judging.done() and not judging.cancelled():
             return judging.result(), cancelled
+        members[:] = [independent(state.__copy__()) for state in members]  # a thread may still change the others
         if cancelled is not None or (hurried and not in_time):
-            set_aside(members)
             return None, cancelled
-        within = f"not judged within group_timeout_s={self._timeouts.group_timeout_s:g}"
-        return fail_judging(members, "judging cancelled itself" if in_time else within, self._max_tries), None
+        error = "judging cancelled itself" if in_time else f"not judged within {self._timeouts.judge_give_up_s:g} s"
+        return Judged(error, rewarded=self._judge.reward_fn is None), None
+
+    def _note_outage(self, stage: Stage, judged: Judged) -> None:
+        """One line when judging begins to fail, and one when it works again."""
+        now = asyncio.get_running_loop().time()
+        if judged.error is None:
+            if self._judging_failed is not None:
+                seconds = now - self._judging_failed
+                log.warning("judging_works_again task=%s seconds=%.1f", self.task_name, seconds)
+            self._judging_failed = None
+        elif self._judging_failed is None:
+            self._judging_failed = now
+            log.warning(
+                "judging_failed task=%s group=%d error=%s: repeated, and nothing is spent, for judge_give_up_s=%g",
+                self.task_name, stage.group_id, judged.error, self._timeouts.judge_give_up_s,
+            )  # fmt: skip
 
     def _pause_future(self) -> asyncio.Future[None]:
         loop = asyncio.get_running_loop()
@@ -416,17 +567,24 @@ class Works:
         self.figures.count(outcome)
         if outcome.failed:
             self.failures_in_a_row += 1
+            self.failing[outcome.group_id] = outcome.status is Status.FAILED
             self.last_error = outcome.error
-        if outcome.status is Status.COMPLETED:
-            self.failures_in_a_row = self.rejections_in_a_row = 0
-        elif outcome.status is Status.FILTERED:
+        if outcome.rejected:
             self.rejections_in_a_row += 1
             self.last_error = outcome.error or self.last_error
+        elif outcome.status is Status.COMPLETED:
+            self.rejections_in_a_row = 0
+        if outcome.status is Status.COMPLETED:
+            self.failures_in_a_row = 0
+            self.failing.clear()
+        if outcome.status in (Status.COMPLETED, Status.FILTERED):
+            self.kept.append(not outcome.rejected)
         if outcome.status not in (Status.COMPLETED, Status.FAILED, Status.FILTERED, None):
             if outcome.attempt >= self._tail_after:
                 self.stragglers.add(outcome.group_id)
         else:
             self.stragglers.discard(outcome.group_id)
+            self._suspects.pop(outcome.group_id, None)
 
 
 def look_at(future: asyncio.Future[Any]) -> None:
