@@ -75,7 +75,7 @@ def test_every_verb_works(buffer: blocking.ReplayBuffer) -> None:
     assert buffer.ledger()["math"]["trained"] == 2
     assert buffer.reasons() == {"math": {}}
     assert buffer.stats()["forebay/math/in_flight"] == 2
-    assert "generating: 2 groups" in buffer.explain_wait()
+    assert "in flight: 2 groups" in buffer.explain_wait()
     with pytest.raises(WaitTimeout):
         buffer.lease_batch({"math": 1}, train_step=1, timeout_s=0)
 

@@ -245,7 +245,7 @@ async def test_g11_a_wait_that_times_out_says_what_it_was_waiting_for() -> None:
     for part in (
         "completed groups: 3 of task 'math', 1 of task 'code' for train step 7",
         "task 'math': buffered 1 completed; 2 in flight",
-        "generating: 2 groups held by",
+        "in flight: 2 groups held by",
         "the oldest (group 0)",
         "task 'code': nothing was ever put or drawn under this name",
         "capacity: 3 of 8 groups in use",

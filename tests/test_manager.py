@@ -826,8 +826,8 @@ async def test_waiting_is_explained_by_task() -> None:
     assert "waited 7.0 s so far for task 'math' to have 2 groups completed, leased or trained" in text
     assert "task 'math': buffered 1 completed; 1 in flight" in text
     assert "the oldest (group 1) for 7.0 s" in text
-    assert "task 'math': 1 groups missing of 2 owed up to step 1; 1 being generated here" in text
-    assert "task 'code': 1 groups missing of 1 owed up to step 1; 1 being generated here" in text
+    assert "task 'math': 1 groups missing of 2 owed up to step 1; 1 in flight here" in text
+    assert "task 'code': 1 groups missing of 1 owed up to step 1; 1 in flight here" in text
     assert "manager: next train step 1, generating with the weights of step 0" in text
     await producing
     assert "nothing is waiting" in await plane.manager.explain_wait()

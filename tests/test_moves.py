@@ -136,7 +136,7 @@ async def test_a_group_that_a_user_keeps_is_seen_in_explain_wait() -> None:
     buffer = ReplayBuffer()
     await buffer.put(make_group(status=Status.ABORTED), "math")
     (group,) = await buffer.get(1, "math", Status.ABORTED)
-    assert "generating: 1 groups" in await buffer.explain_wait()
+    assert "in flight: 1 groups" in await buffer.explain_wait()
     await buffer.put(with_status(group, Status.COMPLETED), "math")
     assert await closed_ledger(buffer) == {"issued": 1, "buffered": 1}
 

@@ -302,7 +302,7 @@ async def test_filtered_groups_are_replaced_by_new_prompts() -> None:
 
     producer = Producer(is_valid_sample_fn=odd)
     production = await producer.produce(3)
-    assert all(group_id % 2 for group_id in ids(await producer.train(3)))
+    assert all((group_id or 0) % 2 for group_id in ids(await producer.train(3)))
     assert production.started >= 6
     await producer.check_idle()
     ledger = await producer.ledger()

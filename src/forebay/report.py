@@ -85,7 +85,7 @@ def _task_line(task_name: str, line: LedgerLine | None, counts: Mapping[Status, 
 
 
 def _holding_line(holding: Holding) -> str:
-    doing = "generating" if holding.place is Place.IN_FLIGHT else "leased"
+    doing = "in flight" if holding.place is Place.IN_FLIGHT else "leased"
     return (
         f"  {doing}: {holding.groups} groups held by {holding.owner}, the oldest (group {holding.oldest_group_id}) "
         f"for {holding.oldest_age_s:.1f} s"

@@ -9,12 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
-from forebay.errors import BufferClosed, DamagedData, InvalidConfig, InvalidInput, ProduceError
+from forebay.errors import (
+    BufferClosed,
+    DamagedData,
+    InvalidConfig,
+    InvalidInput,
+    NoCluster,
+    NoSuchBuffer,
+    ProduceError,
+    StorageUnavailable,
+)
 from forebay.lease import Lease
 from forebay.ledger import LedgerLine
 from forebay.manager.progress import ProduceProgress
@@ -22,6 +31,8 @@ from forebay.manager.results import ProduceBatchResult, ProduceStatus, describe_
 from forebay.manager.task import Task, check_tasks
 from forebay.produce.figures import Figures
 from forebay.produce.rules import over_issue
+from forebay.produce.settings import backoff_s, positive_seconds
+from forebay.produce.strategy import too_many_rejections
 from forebay.produce.work import Steps
 from forebay.rollout import Status
 from forebay.threads import in_thread, see_through
@@ -31,6 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Manager"]
 
+T = TypeVar("T")
+_MAX_STORAGE_DELAY_S = 5.0
+
 log = logging.getLogger(__name__)
 
 
@@ -38,9 +52,15 @@ class Manager:
     """Tasks around one buffer. Not made directly."""
 
     def __init__(
-        self, tasks: Sequence[Task] | Task, replay_buffer: ReplayBuffer, *, sync_weights_interval: int = 1
+        self,
+        tasks: Sequence[Task] | Task,
+        replay_buffer: ReplayBuffer,
+        *,
+        sync_weights_interval: int = 1,
+        storage_retry_s: float = 60.0,
     ) -> None:
         whole_number("sync_weights_interval", sync_weights_interval, least=1)
+        self.storage_retry_s = positive_seconds("storage_retry_s", storage_retry_s)
         self.replay_buffer = replay_buffer
         self.sync_weights_interval = sync_weights_interval
         self.tasks = check_tasks([tasks] if isinstance(tasks, Task) else tasks, replay_buffer, sync_weights_interval)
@@ -48,6 +68,7 @@ class Manager:
         self.steps = Steps(1, 0)
         self._asked = 0  # the last train step that was asked for
         self._closed = False
+        self._leased: set[int] = set()  # steps whose batch was handed out
         self._seen: dict[str, Figures] = {}
         for name, task in self.tasks.items():
             task.strategy.figures(name)  # its limits hold from now on, also for what is handed out before it produces
@@ -71,13 +92,13 @@ class Manager:
         owed no more when it counts as trained. One task's exception stops the others and brings their groups back, and
         then surfaces.
         """
-        self._refuse_what_starves(sizes)
+        spare = self._spare(sizes)
         ledger = await self.replay_buffer.ledger()
         running: list[asyncio.Task[bool]] = []
         for name in self.tasks:
             groups = target(name, ledger.get(name, {}))
             if groups is not None:
-                work = self._produce_task(name, sizes[name], groups)
+                work = self._produce_task(name, sizes[name], groups, spare)
                 running.append(asyncio.create_task(work, name=f"produce {name}"))
         if not running:
             return True
@@ -92,15 +113,24 @@ class Manager:
         failed = [task.exception() for task in running if not task.cancelled() and task.exception() is not None]
         if failed:
             assert failed[0] is not None
-            await self._close_strategies()
+            await self._clean_up()
             raise failed[0]
         return all(task.result() for task in running)
 
-    async def _produce_task(self, name: str, batch_size: int, target: int) -> bool:
+    async def _produce_task(self, name: str, batch_size: int, target: int, spare: int | None) -> bool:
         task = self.tasks[name]
         production = await task.strategy.produce(
-            task.agent_loop, task.sampler, batch_size, name, steps=self.steps, target=target, stopped=self._is_stopped
+            task.agent_loop,
+            task.sampler,
+            batch_size,
+            name,
+            steps=self.steps,
+            target=target,
+            stopped=self._is_stopped,
+            spare=spare,
         )
+        if production.exhausted:
+            self._skip(name)
         if production.complete and production.available < production.target:
             raise ProduceError(
                 f"should_continue_fn of task {name!r} stopped at {production.available} of {production.target} groups, "
@@ -108,22 +138,35 @@ class Manager:
             )
         return production.complete
 
-    def _refuse_what_starves(self, sizes: Mapping[str, int]) -> None:
-        """InvalidConfig if one task can fill the buffer with what the others must wait for to be taken together."""
+    def _skip(self, name: str) -> None:
+        """Filters reject everything of a task: plan its steps without it, until the next weight update."""
+        left = [other for other, weight in self.progress.active_weights.items() if weight > 0 and other != name]
+        if not left:
+            raise too_many_rejections(name, "groups", self.tasks[name].strategy.last_error(name))
+        self.progress.skip_task(name, leased=self._leased)
+        log.warning("task_skipped task=%s: filters reject all of its groups; tried again with newer weights", name)
+        self.replay_buffer.nudge()
+
+    def _spare(self, sizes: Mapping[str, int]) -> int | None:
+        """How many groups a task may have in flight beyond its target and over-issue, because filters reject some.
+
+        InvalidConfig if one task can fill the buffer with what the others must wait for to be taken together.
+        """
         limit = self.replay_buffer.max_groups
         active = {name: groups for name, groups in sizes.items() if groups}
-        if limit is None or len(active) < 2:
-            return
+        if limit is None or not active:
+            return None
         most = {
             name: groups + over_issue(self.tasks[name].strategy.over_sample_threshold, groups)
             for name, groups in active.items()
         }
-        if sum(most.values()) > limit:
+        if len(active) > 1 and sum(most.values()) > limit:
             needs = ", ".join(f"{groups} of task {name!r}" for name, groups in most.items())
             raise InvalidConfig(
                 f"a batch needs room for {needs} (with over-issue), but the buffer has max_groups={limit}: one task "
                 "could fill it, and the others would wait for ever; raise max_groups"
             )
+        return max(0, limit - sum(most.values())) // len(active)
 
     def _is_stopped(self) -> bool:
         return self._closed
@@ -144,6 +187,42 @@ class Manager:
                 raise problem
         if cancelled is not None:
             raise cancelled
+
+    async def _clean_up(self) -> None:
+        """Bring in all that is under way after an error, which is the one to hear of."""
+        try:
+            await self._close_strategies()
+        except Exception:
+            log.exception("clean_up_failed: after another error, which is raised")
+
+    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a call that finds the storage away; its error if that is not back within `storage_retry_s`."""
+        while True:
+            try:
+                return await call()
+            except (NoCluster, NoSuchBuffer):
+                raise
+            except StorageUnavailable as error:
+                await self._until_storage_is_back(error)
+
+    async def _until_storage_is_back(self, error: StorageUnavailable) -> None:
+        clock = asyncio.get_running_loop().time
+        began, times = clock(), 0
+        log.warning("storage_away retry_s=%g error=%s", self.storage_retry_s, error)
+        while True:
+            times += 1
+            delay_s = min(backoff_s(times), _MAX_STORAGE_DELAY_S)
+            if clock() + delay_s - began > self.storage_retry_s:
+                raise error
+            await asyncio.sleep(delay_s)
+            self._check_open()
+            try:
+                await self.replay_buffer.ledger()
+            except StorageUnavailable as still:
+                error = still
+            else:
+                log.warning("storage_back seconds=%.1f", clock() - began)
+                return
 
     def _check_open(self) -> None:
         if self._closed:
@@ -170,6 +249,7 @@ class Manager:
                 self._seen[name] = figures.copy()
         groups = {} if lease is None else lease.groups_by_task
         if lease is not None:
+            self._leased.add(train_step)
             lease.on_ack = lambda began: self._on_ack(train_step, began)
         return ProduceBatchResult(
             train_step=train_step,
@@ -184,6 +264,7 @@ class Manager:
     def _on_ack(self, train_step: int, began: bool) -> None:
         # Before the store has it: owing too little for a moment is harmless, owing a batch twice is not.
         if began:
+            self._leased.discard(train_step)
             self.progress.consume(train_step)
         else:
             self.progress.undo_consume(train_step)
@@ -306,8 +387,9 @@ class Manager:
             missing = max(0, trained + owed - available)
             lines.append(
                 f"task {name!r}: {missing} groups missing of {owed} owed up to step {self.progress.target_upto}; "
-                f"{task.strategy.in_flight(name)} being generated here"
+                f"{task.strategy.in_flight(name)} in flight here"
             )
+            lines += task.strategy.explain(name)
         return "\n".join(lines)
 
     def _describe(self) -> str:

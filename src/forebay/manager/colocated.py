@@ -6,11 +6,13 @@ import asyncio
 import os
 
 from forebay.checks import whole_number
-from forebay.errors import InvalidInput
+from forebay.errors import InvalidInput, WaitTimeout
+from forebay.lease import Lease
 from forebay.ledger import LedgerLine
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
 from forebay.staleness import staleness
+from forebay.waiting import Deadline
 
 __all__ = ["AgentLoopManager"]
 
@@ -23,13 +25,31 @@ class AgentLoopManager(Manager):
     """
 
     _producing = False
+    _limit: asyncio.Timeout | None = None
+    _explanation = ""
 
-    def produce_batch(self, batch_size: int, train_step: int, *, model_step: int) -> BatchRequest:
+    def produce_batch(
+        self, batch_size: int, train_step: int, *, model_step: int, timeout_s: float | None = None
+    ) -> BatchRequest:
         """A batch for one train step: await it (taken for good), or enter it with `async with` (a lease).
 
         Runs the tasks' strategies together until the batch is there, pauses what is still under way and keeps it.
+        WaitTimeout, with an explanation, if that takes longer than `timeout_s`.
         """
-        return BatchRequest(lambda: self._grant(batch_size, train_step, model_step))
+        return BatchRequest(lambda: self._grant_in_time(batch_size, train_step, model_step, timeout_s))
+
+    async def _grant_in_time(
+        self, batch_size: int, train_step: int, model_step: int, timeout_s: float | None
+    ) -> ProduceBatchResult:
+        self._explanation = ""
+        try:
+            async with asyncio.timeout(Deadline(timeout_s).timeout_s) as self._limit:
+                return await self._grant(batch_size, train_step, model_step)
+        except TimeoutError as late:
+            if isinstance(late, WaitTimeout) or timeout_s is None or not (self._limit and self._limit.expired()):
+                raise
+            what = f"the batch of train step {train_step}: {batch_size} groups"
+            raise WaitTimeout(what, timeout_s, self._explanation) from None
 
     async def _grant(self, batch_size: int, train_step: int, model_step: int) -> ProduceBatchResult:
         self._check_open()
@@ -44,31 +64,43 @@ class AgentLoopManager(Manager):
         self._producing = True
         try:
             self.progress.change_batch_size(batch_size)
-            sizes = self.progress.plan(batch_size, train_step)
+            self.progress.plan(batch_size, train_step)
             self.progress.skip_to(train_step)
+            if model_step > self.model_step:
+                self.progress.skipped.clear()
             self.steps.model_step, self._asked = model_step, train_step
             self._set_clock()
-            await self.replay_buffer.refresh_staleness(
-                task_stale_thresholds={name: task.strategy.stale_threshold for name, task in self.tasks.items()},
-                current_train_step=train_step,
-            )
-            wants = {name: groups for name, groups in sizes.items() if groups}
             loop = asyncio.get_running_loop()
             began = loop.time()
             while True:
-                complete = await self._produce(sizes, lambda name, line: self._target(sizes[name], line))
-                self._check_open()
-                await self._pause_strategies(self.tasks)
-                lease = await self.replay_buffer.try_lease(wants, train_step=train_step) if complete else None
+                lease = await self._patiently(lambda: self._attempt(batch_size, train_step))
                 if lease is not None:
                     break
-                # Somebody else took or discarded groups meanwhile, or paused us: produce what is missing now.
+                # Another process took or discarded groups meanwhile, paused us, or a task is skipped from now on:
+                # produce what is missing now.
+            sizes = self.progress.plan(batch_size, train_step)
             return await self._result(train_step, ProduceStatus.NORMAL, sizes, lease, loop.time() - began)
         except BaseException:
-            await self._close_strategies()
+            if self._limit is not None and self._limit.expired():
+                self._explanation = await self.explain_wait()  # of what runs, before it is stopped
+            await self._clean_up()
             raise
         finally:
             self._producing = False
+
+    async def _attempt(self, batch_size: int, train_step: int) -> Lease | None:
+        sizes = self.progress.plan(batch_size, train_step)
+        await self.replay_buffer.refresh_staleness(
+            task_stale_thresholds={name: task.strategy.stale_threshold for name, task in self.tasks.items()},
+            current_train_step=train_step,
+        )
+        complete = await self._produce(sizes, lambda name, line: self._target(sizes[name], line))
+        self._check_open()
+        await self._pause_strategies(self.tasks)
+        if not complete:
+            return None
+        wants = {name: groups for name, groups in sizes.items() if groups}
+        return await self.replay_buffer.try_lease(wants, train_step=train_step)
 
     def _target(self, groups: int, line: LedgerLine) -> int | None:
         # What others hold, also this manager's for another step, is not there for this one.

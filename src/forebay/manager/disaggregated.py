@@ -12,16 +12,19 @@ import enum
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 
 from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
 from forebay.errors import BufferClosed, InvalidInput, ProducerStopped, WaitTimeout
+from forebay.lease import Lease
 from forebay.ledger import LedgerLine
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
 from forebay.manager.task import Task
 from forebay.record import Row
 from forebay.threads import see_through
+from forebay.waiting import Deadline
 
 __all__ = ["DisaggregatedAgentLoopManager", "ProducerState"]
 
@@ -48,9 +51,16 @@ class DisaggregatedAgentLoopManager(Manager):
     """
 
     def __init__(
-        self, tasks: Sequence[Task] | Task, replay_buffer: ReplayBuffer, *, sync_weights_interval: int = 1
+        self,
+        tasks: Sequence[Task] | Task,
+        replay_buffer: ReplayBuffer,
+        *,
+        sync_weights_interval: int = 1,
+        storage_retry_s: float = 60.0,
     ) -> None:
-        super().__init__(tasks, replay_buffer, sync_weights_interval=sync_weights_interval)
+        super().__init__(
+            tasks, replay_buffer, sync_weights_interval=sync_weights_interval, storage_retry_s=storage_retry_s
+        )
         self.producer_state = ProducerState.RUNNING
         self._loop_running: asyncio.Future[None] | None = None
         self._batch_size: int | None = None  # of the producer
@@ -69,7 +79,7 @@ class DisaggregatedAgentLoopManager(Manager):
         self.progress.change_batch_size(batch_size)
         try:
             while not self._closed:
-                await self._produce_round(batch_size)
+                await self._patiently(lambda: self._produce_round(batch_size))
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -83,7 +93,7 @@ class DisaggregatedAgentLoopManager(Manager):
         finally:
             ended, self._loop_running = self._loop_running, None
             try:
-                await self._close_strategies()
+                await self._clean_up()
             finally:
                 ended.set_result(None)
                 self.replay_buffer.nudge()
@@ -177,17 +187,33 @@ class DisaggregatedAgentLoopManager(Manager):
         if train_step > max(self.bound, self.progress.next_consumer_step):
             # Nothing can be there for it, and steps before it are not done: for those nothing may become too old now.
             return await self._result(train_step, ProduceStatus.EXPIRED_BATCH, {}, None, loop.time() - began)
-        sizes = self.progress.plan(batch_size, train_step)
+        self.progress.plan(batch_size, train_step)
         self.progress.skip_to(train_step)
         self._asked = max(self._asked, train_step)
         self._set_clock()
         self.replay_buffer.nudge()  # the producer may owe more than before
+        deadline = Deadline(timeout_s)
+        lease: Lease | ProduceStatus | None = None
+        while lease is None:
+            sizes = self.progress.plan(batch_size, train_step)  # a task may have been skipped meanwhile
+            lease = await self._patiently(partial(self._wait_for, sizes, train_step, deadline))
+        status = ProduceStatus.NORMAL if isinstance(lease, Lease) else lease
+        return await self._result(
+            train_step, status, sizes, lease if isinstance(lease, Lease) else None, loop.time() - began
+        )
+
+    async def _wait_for(
+        self, sizes: dict[str, int], train_step: int, deadline: Deadline
+    ) -> Lease | ProduceStatus | None:
+        """The batch of a step as it is planned; None if it is planned otherwise now."""
         wants = {name: groups for name, groups in sizes.items() if groups}
         claim, grant = await self.replay_buffer.lease_attempt(wants, train_step=train_step)
 
-        async def attempt() -> dict[str, list[Row]] | ProduceStatus | None:
+        async def attempt() -> dict[str, list[Row]] | ProduceStatus | bool | None:
             self._check_open()
             self._check_failure()  # at once, not when what it left has been used up
+            if self.progress.planned[train_step].sizes != sizes:
+                return False
             claimed = await claim()
             if claimed is not None:
                 return claimed
@@ -198,15 +224,14 @@ class DisaggregatedAgentLoopManager(Manager):
 
         names = ", ".join(f"{groups} of task {name!r}" for name, groups in wants.items())
         what = f"the batch of train step {train_step}: {names}"
-        found: dict[str, list[Row]] | ProduceStatus
         try:
-            found = await self.replay_buffer.until(attempt, what, list(wants), timeout_s=timeout_s)
+            found = await self.replay_buffer.until(attempt, what, list(wants), timeout_s=deadline.left_s())
         except WaitTimeout as late:
             explanation = f"{late.explanation}\n{await self._explain_tasks()}"
-            raise WaitTimeout(what, late.timeout_s, explanation) from None
-        lease = None if isinstance(found, ProduceStatus) else await grant(found)
-        status = ProduceStatus.NORMAL if lease is not None else ProduceStatus.EXPIRED_BATCH
-        return await self._result(train_step, status, sizes, lease, loop.time() - began)
+            raise WaitTimeout(what, deadline.timeout_s or 0.0, explanation) from late.__cause__
+        if isinstance(found, dict):
+            return await grant(found)
+        return found if isinstance(found, ProduceStatus) else None
 
     def _check_failure(self) -> None:
         if self._failure is not None:
@@ -247,6 +272,8 @@ class DisaggregatedAgentLoopManager(Manager):
                 f"continue_produce with the weights of step {model_step}, but those of step {self.model_step} were "
                 "used already; weights only go back by resume"
             )
+        if model_step > self.model_step:
+            self.progress.skipped.clear()
         self.steps.model_step = model_step
         if not self.progress.begun:
             self.progress.skip_to(model_step + 1)  # a run that starts from weights of a later step

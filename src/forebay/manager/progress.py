@@ -8,7 +8,7 @@ anything owes neither too little nor too much.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
@@ -52,6 +52,7 @@ class ProduceProgress:
         self.consumed = dict.fromkeys(weights, 0)
         self.planned: dict[int, PlannedStep] = {}
         self.credits: Credits = {}
+        self.skipped: set[str] = set()  # tasks that steps are planned without for a while
         self._last: tuple[int, int, dict[int, PlannedStep]] | None = None
 
     def __repr__(self) -> str:
@@ -85,7 +86,7 @@ class ProduceProgress:
             )
         if train_step not in self.planned:
             before = save_credits(self.credits)
-            sizes, self.credits = allocate(batch_size, self.weights, self.credits)
+            sizes, self.credits = allocate(batch_size, self.active_weights, self.credits)
             self.planned[train_step] = PlannedStep(sizes, before)
         step = self.planned[train_step]
         if step.batch_size != batch_size:
@@ -94,6 +95,22 @@ class ProduceProgress:
                 "batch size for produce_loop and get_batch"
             )
         return {name: step.sizes.get(name, 0) for name in self.weights}
+
+    @property
+    def active_weights(self) -> dict[str, float]:
+        """The weights that steps are planned with."""
+        return {name: 0.0 if name in self.skipped else weight for name, weight in self.weights.items()}
+
+    def skip_task(self, name: str, *, leased: Collection[int]) -> None:
+        """Plan the steps that were not handed out again, without a task."""
+        self.skipped.add(name)
+        again = {number: step.batch_size for number, step in self.planned.items() if number not in leased}
+        if again:
+            self.credits = load_credits(self.planned[min(again)].credits_before)
+        for number in again:
+            del self.planned[number]
+        for number in sorted(again):
+            self.plan(again[number], number)
 
     def skip_to(self, train_step: int) -> None:
         """Go on producing from this step: those before it that nobody has planned are left out."""

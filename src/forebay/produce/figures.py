@@ -26,7 +26,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float | None  # of generating; None: it was only judged
     judge_s: float = 0.0
     failed: bool  # a try was spent
-    rejected: bool = False  # by a filter
+    kept: bool | None = None  # by the filters, whatever became of it; None: it was not finished
     error: str | None
     rewards: Sequence[float] = ()  # of members rewarded for the first time
 

@@ -72,7 +72,7 @@ class Judge:
         self.group_reward_fn = group_reward_fn
         self.filters = tuple(filters)
         self.concurrency = whole_number("reward_concurrency", concurrency, least=1)
-        self._pool = Pool("judge", concurrency)
+        self.pool = Pool("judge", concurrency)
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._warned: set[int] = set()
 
@@ -168,7 +168,7 @@ class Judge:
         async with self._slot():
             if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
                 return await function(argument)
-            result = await in_thread(lambda: function(argument), pool=self._pool)
+            result = await in_thread(lambda: function(argument), pool=self.pool)
             return await result if inspect.isawaitable(result) else result
 
     async def _awaited(self, result: Any) -> Any:

@@ -38,11 +38,11 @@ from forebay.produce.judge import GroupReward, Judge, SampleReward
 from forebay.produce.progress import Progress, default_progress
 from forebay.produce.rules import Plan, make_plan, over_issue, to_start, waiting_again
 from forebay.produce.settings import Budgets, Timeouts
-from forebay.produce.work import Steps, Works, look_at
+from forebay.produce.work import Stage, Steps, Works, look_at
 from forebay.rollout import Status
 from forebay.sampler import Sampler, SamplerWithReplayBuffer
 from forebay.staleness import Limits, stale_threshold, staleness
-from forebay.threads import see_through
+from forebay.threads import DATA, see_through
 from forebay.waiting import RESOLUTION_S
 
 __all__ = ["AsyncProduceStrategy", "ProduceStrategy", "Production", "SyncProduceStrategy", "too_many_rejections"]
@@ -74,6 +74,7 @@ class _Task:
     def __init__(self, works: Works) -> None:
         self.works = works
         self.drawing: asyncio.Future[int] | None = None
+        self.drawing_since: float | None = None
         self.producing = False
         self.pausing: set[asyncio.Task[Any]] = set()
         self.paused: dict[AgentLoop, None] = {}  # for its order, as a set has none
@@ -355,7 +356,7 @@ class ProduceStrategy:
         if works.pausing:
             return 0
         drawing = asyncio.ensure_future(self._draw(task, agent_loop, sampler, missing, again, steps))
-        task.drawing = drawing
+        task.drawing, task.drawing_since = drawing, asyncio.get_running_loop().time()
         try:
             await asyncio.wait((drawing,))
         except asyncio.CancelledError:
@@ -364,7 +365,7 @@ class ProduceStrategy:
             look_at(drawing)
             raise
         finally:
-            task.drawing = None
+            task.drawing = task.drawing_since = None
         return drawing.result()
 
     async def _draw(
@@ -493,7 +494,9 @@ class ProduceStrategy:
         requests: list[asyncio.Task[None]] = []
         try:
             while len(works):
-                left_s = self.timeouts.pause_timeout_s - (loop.time() - began)
+                # Suspects did not end by themselves before: they get one request, and hold up nobody.
+                grace_s = self.timeouts.pause_timeout_s if works.relied_on else self.timeouts.pause_interval_s
+                left_s = min(grace_s, self.timeouts.pause_timeout_s) - (loop.time() - began)
                 if left_s <= RESOLUTION_S:
                     log.warning("pause_timed_out task=%s groups=%d: cancelled", works.task_name, len(works))
                     works.overdue = True
@@ -552,6 +555,31 @@ class ProduceStrategy:
         """Groups under way."""
         task = self._tasks.get(task_name)
         return 0 if task is None else task.works.in_flight
+
+    def last_error(self, task_name: str) -> str | None:
+        """Why an attempt at a group failed, or was filtered, last."""
+        return self._task(task_name).works.last_error
+
+    def explain(self, task_name: str) -> list[str]:
+        """What happens to the groups in flight, for people: how many at each stage, and the oldest of them."""
+        task = self._tasks.get(task_name)
+        if task is None:
+            return []
+        now = asyncio.get_running_loop().time()
+        lines = [] if task.drawing_since is None else [f"  drawing: for {now - task.drawing_since:.1f} s"]
+        by_stage: dict[str, list[Stage]] = {}
+        for stage in task.works.stages:
+            by_stage.setdefault(stage.name, []).append(stage)
+        for name, stages in by_stage.items():
+            oldest = stages[0]
+            note = f"; {oldest.note}" if oldest.note else ""
+            lines.append(
+                f"  {name}: {len(stages)} groups, the oldest (group {oldest.group_id}, attempt {oldest.attempt}) for "
+                f"{now - oldest.since:.1f} s{note}"
+            )
+        lines += [f"  {outage}" for loop in task.works.agent_loops if (outage := loop.outage.describe()) is not None]
+        lines += [f"  {pool!r}" for pool in (DATA, self.judge.pool) if pool.running >= pool.max_threads]
+        return lines
 
     def figures(self, task_name: str) -> Figures:
         """Counts since this strategy was made; reading them resets nothing."""

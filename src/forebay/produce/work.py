@@ -135,7 +135,7 @@ class Works:
 
     @property
     def relied_on(self) -> int:
-        """Groups in flight that a batch may wait for: all but suspects."""
+        """Groups in flight that a batch, or a pause, may wait for: all but suspects."""
         if not self._suspects:
             return self.in_flight
         return self.in_flight - sum(
@@ -291,6 +291,10 @@ class Works:
             members = refused_members((), issued, f"{type(wrong).__name__}: {wrong}", everyone=True)
             error = settle_tries(members, issued, self._max_tries)
 
+        kept = None
+        if all(state.status in (Status.COMPLETED, Status.FILTERED) for state in members):
+            kept = judged.rejected is None and group_status(members) is Status.COMPLETED
+
         def count(stored: Sequence[RolloutState], status: Status | None, refused: str | None) -> None:
             if task in self._running:
                 self._back.add(task)
@@ -305,8 +309,8 @@ class Works:
                     seconds=seconds,
                     judge_s=judge_s,
                     failed=failure is not None,
-                    error=failure or judged.rejected,
-                    rejected=judged.rejected is not None,
+                    error=failure or judged.rejected or (members[0].error_msg if kept is False else None),
+                    kept=kept,
                     rewards=new_rewards(stored, rewarded),
                 )
             )
@@ -569,16 +573,13 @@ class Works:
             self.failures_in_a_row += 1
             self.failing[outcome.group_id] = outcome.status is Status.FAILED
             self.last_error = outcome.error
-        if outcome.rejected:
-            self.rejections_in_a_row += 1
-            self.last_error = outcome.error or self.last_error
-        elif outcome.status is Status.COMPLETED:
-            self.rejections_in_a_row = 0
+        if outcome.kept is not None:
+            self.kept.append(outcome.kept)
+            self.rejections_in_a_row = 0 if outcome.kept else self.rejections_in_a_row + 1
+            self.last_error = self.last_error if outcome.kept else outcome.error or self.last_error
         if outcome.status is Status.COMPLETED:
             self.failures_in_a_row = 0
             self.failing.clear()
-        if outcome.status in (Status.COMPLETED, Status.FILTERED):
-            self.kept.append(not outcome.rejected)
         if outcome.status not in (Status.COMPLETED, Status.FAILED, Status.FILTERED, None):
             if outcome.attempt >= self._tail_after:
                 self.stragglers.add(outcome.group_id)

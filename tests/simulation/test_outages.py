@@ -1,0 +1,544 @@
+"""What an outage costs, in virtual time: time, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from forebay import (
+    AgentLoop,
+    AgentLoopManager,
+    AsyncProduceStrategy,
+    Budgets,
+    DisaggregatedAgentLoopManager,
+    EngineError,
+    FunctionAgentLoop,
+    ProducerStopped,
+    ReplayBuffer,
+    RolloutState,
+    Sampler,
+    Status,
+    StorageUnavailable,
+    SyncProduceStrategy,
+    Task,
+    Timeouts,
+)
+from forebay.produce import NoProgress
+from forebay.storage.memory import MemoryStorage
+from forebay.testing.simulate import run
+from forebay.testing.simulate.driver import check_ledger
+
+TASK = "math"
+MEMBERS = 4
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def answer(state: RolloutState, tokens: int = 3) -> None:
+    state.response_ids, state.logprobs = [1] * tokens, [-0.5] * tokens
+    state.response, state.finish_reason, state.status = "x", "stop", Status.COMPLETED
+
+
+class Plane:
+    """A producer that runs ahead of a trainer, which takes a second for a step."""
+
+    def __init__(self, loop: AgentLoop, *, batch_size: int = 8, members: int = MEMBERS, **options: Any) -> None:
+        self.buffer = ReplayBuffer()
+        self.batch_size = batch_size
+        self.loop = loop
+        strategy = AsyncProduceStrategy(self.buffer, progress=NoProgress(), **options)
+        sampler = Sampler([{"prompt": f"q{i}"} for i in range(1000)], prompt_repeat_k=members, shuffle=False)
+        task = Task(name=TASK, sampler=sampler, agent_loop=loop, strategy=strategy)
+        self.manager = DisaggregatedAgentLoopManager([task], self.buffer)
+        self.trained: list[list[RolloutState]] = []
+        self.step_times: list[float] = []
+
+    async def train(self, steps: int) -> None:
+        async with self.manager:
+            producer = asyncio.create_task(self.manager.produce_loop(self.batch_size))
+            for step in range(1, steps + 1):
+                async with self.manager.get_batch(self.batch_size, step, timeout_s=1_000_000) as batch:
+                    self.trained += batch.groups
+                    await asyncio.sleep(1)
+                await self.manager.pause_produce()
+                await self.manager.continue_produce(step)
+                self.step_times.append(now())
+                check_ledger(await self.buffer.ledger())
+        await producer
+        ids = [group[0].group_id for group in self.trained]
+        assert len(ids) == len(set(ids)), "a group was trained on twice"
+
+
+async def line(plane: Plane) -> dict[str, int]:
+    return dict((await plane.buffer.ledger())[TASK])
+
+
+# --- a tool that hangs ----------------------------------------------------------------------------------
+
+
+class IgnoresPauses(AgentLoop):
+    """A loop that looks at no pause: its calls run to their end, or until they are cancelled."""
+
+    def __init__(self, function: Callable[[RolloutState], Awaitable[None]]) -> None:
+        self.function = function
+
+    async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
+        await self.function(state)
+        return state
+
+
+def one_hangs(hung: int | None) -> Callable[[RolloutState], Awaitable[None]]:
+    """Answers take 10 s; one sample of one group never gets one."""
+
+    async def generate(state: RolloutState) -> None:
+        await asyncio.sleep(10)
+        if hung is not None and state.group_id == hung and state.rollout_id == MEMBERS * hung:
+            await asyncio.get_running_loop().create_future()
+        answer(state)
+
+    return generate
+
+
+async def seconds_of(loop: AgentLoop, over: float, steps: int = 12) -> tuple[float, Plane]:
+    """How long 12 steps of 8 groups of 4 samples take: 372 samples, and a few more."""
+    plane = Plane(loop, over_sample_threshold=over)
+    await plane.train(steps)
+    return plane.step_times[-1], plane
+
+
+@pytest.mark.parametrize("over", [0.125, 0.5, 1.0])
+@pytest.mark.parametrize("hung", [0, 3, 20])
+def test_a_hung_tool_delays_nothing_with_over_issue(over: float, hung: int) -> None:
+    async def main() -> None:
+        usual, _ = await seconds_of(FunctionAgentLoop(one_hangs(None)), over)
+        began = now()
+        plane = Plane(FunctionAgentLoop(one_hangs(hung)), over_sample_threshold=over)
+        await plane.train(12)
+        assert plane.step_times[-1] - began <= usual + 10
+        assert hung not in {group[0].group_id for group in plane.trained}
+
+    run(main)
+
+
+@pytest.mark.parametrize("hung", [0, 20])
+def test_a_hung_tool_that_ignores_pauses_costs_one_pause_timeout_and_its_grace(hung: int) -> None:
+    async def main() -> None:
+        usual, _ = await seconds_of(IgnoresPauses(one_hangs(None)), 0.5)
+        began = now()
+        plane = Plane(IgnoresPauses(one_hangs(hung)), over_sample_threshold=0.5)
+        await plane.train(12)
+        timeouts = Timeouts()
+        assert plane.step_times[-1] - began <= usual + timeouts.pause_timeout_s + 3 * timeouts.pause_interval_s + 10
+        assert (await line(plane))["failed"] == 1  # its tries were spent, and its siblings' work with them
+
+    run(main)
+
+
+@pytest.mark.parametrize("make", [FunctionAgentLoop, IgnoresPauses])
+@pytest.mark.parametrize("hung", [0, 20])
+def test_a_hung_tool_without_over_issue_costs_less_than_two_member_timeouts(make: Any, hung: int) -> None:
+    async def main() -> None:
+        usual, _ = await seconds_of(make(one_hangs(None)), 0.0)
+        began = now()
+        plane = Plane(make(one_hangs(hung)), over_sample_threshold=0.0)
+        await plane.train(12)
+        assert plane.step_times[-1] - began <= usual + 2 * Timeouts().member_timeout_s
+
+    run(main)
+
+
+def test_siblings_of_a_member_that_hangs_keep_their_tokens_and_their_tries() -> None:
+    async def some(state: RolloutState) -> None:
+        if state.rollout_id == 0 and not state.num_tries:
+            await asyncio.get_running_loop().create_future()
+        tokens = list(state.response_ids or [])
+        for token in range(len(tokens), 20):
+            await asyncio.sleep(100)
+            state.response_ids = [*(state.response_ids or []), token]
+            state.logprobs = [-0.5] * len(state.response_ids)
+        if state.rollout_id == 1:
+            answer(state, 20)
+            state.response_ids = list(range(20))
+            return
+        state.finish_reason, state.status = "stop", Status.COMPLETED
+
+    async def main() -> None:
+        buffer = ReplayBuffer()
+        strategy = AsyncProduceStrategy(buffer, enable_partial_rollout=True, max_staleness=1, progress=NoProgress())
+        sampler = Sampler([{"prompt": "q"}], prompt_repeat_k=3)
+        await strategy.produce_batch(FunctionAgentLoop(some), sampler, 1, TASK, train_step=1, model_step=0)
+        await strategy.pause()
+        async with buffer.lease_batch({TASK: 1}, train_step=1) as lease:
+            (group,) = lease.groups
+        # 18 tokens came within half an hour, and two more when they were continued: 2,000 s, not 3,600.
+        assert [list(state.response_ids or []) for state in group] == [list(range(20))] * 3
+        assert group[0].num_tries == 1
+
+    run(main)
+
+
+# --- rewards --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [2, 5, 60])
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("kind", ["reward_fn", "group_reward_fn", "is_valid_sample_fn"])
+def test_an_outage_of_the_reward_service_loses_nothing(seconds: float, plain: bool, kind: str) -> None:
+    async def main() -> None:
+        generated: Counter[int | None] = Counter()
+
+        async def generate(state: RolloutState) -> None:
+            await asyncio.sleep(1 + (state.rollout_id or 0) % 7)
+            generated[state.rollout_id] += 1
+            answer(state)
+
+        def verdict(judged: Any) -> Any:
+            if 30 < now() < 30 + seconds:
+                raise ConnectionError("503")
+            return True if kind == "is_valid_sample_fn" else [1.0] * MEMBERS if kind == "group_reward_fn" else 1.0
+
+        async def slowly(judged: Any) -> Any:
+            await asyncio.sleep(0.05)
+            return verdict(judged)
+
+        options: dict[str, Any] = {kind: verdict if plain else slowly}
+        loop = FunctionAgentLoop(generate, cancel_on_pause=False)
+        plane = Plane(loop, over_sample_threshold=0.5, max_staleness=20, **options)
+        await plane.train(12)
+        ledger = await line(plane)
+        assert ledger["failed"] == ledger["filtered"] == 0
+        assert ledger["trained"] == 12 * 8
+        assert {state.num_tries for group in plane.trained for state in group} == {0}
+        assert all(generated[state.rollout_id] == 1 for group in plane.trained for state in group)
+
+    run(main)
+
+
+def test_a_reward_that_stays_away_is_given_up_with_the_cause() -> None:
+    async def main() -> None:
+        def away(state: RolloutState) -> float:
+            raise ConnectionError("503")
+
+        async def generate(state: RolloutState) -> None:
+            answer(state)
+
+        buffer = ReplayBuffer()
+        strategy = SyncProduceStrategy(buffer, reward_fn=away, max_tries=2, progress=NoProgress())
+        with pytest.raises(Exception, match=r"20 attempts in a row .* ConnectionError: 503"):
+            await strategy.produce_batch(
+                FunctionAgentLoop(generate), Sampler([{"prompt": "q"}]), 2, TASK, train_step=1, model_step=0
+            )
+        assert now() >= 600
+        check_ledger(await buffer.ledger())
+
+    run(main)
+
+
+@pytest.mark.parametrize("limit", [1, 5])
+def test_reward_concurrency_bounds_the_calls_at_a_time(limit: int) -> None:
+    async def main() -> None:
+        running = most = 0
+
+        async def reward(state: RolloutState) -> float:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            await asyncio.sleep(1)
+            running -= 1
+            return 1.0
+
+        async def generate(state: RolloutState) -> None:
+            answer(state)
+
+        plane = Plane(FunctionAgentLoop(generate), reward_fn=reward, reward_concurrency=limit)
+        await plane.train(1)
+        assert most == limit
+
+    run(main)
+
+
+# --- engines --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("seconds", [5, 60, 500])
+def test_an_outage_of_the_engine_loses_nothing(seconds: float, partial: bool) -> None:
+    async def main() -> None:
+        async def generate(state: RolloutState) -> None:
+            if not partial:
+                assert state.response_ids is None, "it was begun again with tokens of an attempt that was lost"
+            tokens = list(state.response_ids or [])
+            while len(tokens) < 5:
+                await asyncio.sleep(1)
+                if 20 < now() < 20 + seconds:
+                    raise ConnectionRefusedError("connection refused")
+                tokens.append(len(tokens))
+                state.response_ids, state.logprobs = list(tokens), [-0.5] * len(tokens)
+            state.response, state.finish_reason, state.status = "x", "stop", Status.COMPLETED
+
+        options: dict[str, Any] = {"enable_partial_rollout": True, "max_staleness": 1} if partial else {}
+        plane = Plane(FunctionAgentLoop(generate), over_sample_threshold=0.5, **options)
+        await plane.train(12)
+        assert (await line(plane))["failed"] == 0
+        assert {state.num_tries for group in plane.trained for state in group} == {0}
+        assert all(list(state.response_ids or []) == [0, 1, 2, 3, 4] for group in plane.trained for state in group)
+
+    run(main)
+
+
+def test_an_engine_that_stays_away_ends_producing_and_spends_no_try() -> None:
+    async def main() -> None:
+        async def generate(state: RolloutState) -> None:
+            raise ConnectionRefusedError("connection refused")
+
+        buffer = ReplayBuffer()
+        strategy = SyncProduceStrategy(buffer, progress=NoProgress())
+        loop = FunctionAgentLoop(generate, down_timeout_s=100)
+        with pytest.raises(EngineError, match=r"could not be reached .* \(down_timeout_s is 100\).* refused"):
+            await strategy.produce_batch(loop, Sampler([{"prompt": "q"}]), 4, TASK, train_step=1, model_step=0)
+        assert 90 <= now() <= 100
+        records = await buffer.query({"task_name": TASK})
+        assert [(record.status, record.num_tries) for record in records] == [(Status.ABORTED, 0)] * 4
+
+    run(main)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_an_abort_that_nobody_asked_for_spends_a_try_and_backs_off(sync: bool) -> None:
+    async def main() -> None:
+        calls: Counter[int | None] = Counter()
+
+        async def generate(state: RolloutState) -> None:
+            calls[state.group_id] += 1
+            if state.group_id == 1:
+                state.finish_reason = "abort"
+                return
+            await asyncio.sleep(1)
+            answer(state)
+
+        buffer = ReplayBuffer()
+        kind: Any = SyncProduceStrategy if sync else AsyncProduceStrategy
+        strategy = kind(buffer, progress=NoProgress())
+        sampler = Sampler([{"prompt": f"q{i}"} for i in range(9)], shuffle=False)
+        for step in range(1, 6):
+            await strategy.produce_batch(
+                FunctionAgentLoop(generate), sampler, 2, TASK, train_step=step, model_step=step - 1
+            )
+            await strategy.pause()
+            async with buffer.lease_batch({TASK: 2}, train_step=step):
+                pass
+        assert calls[1] == 3
+        assert (await buffer.ledger())[TASK]["failed"] == 1
+        (reason,) = (await buffer.reasons())[TASK]
+        assert "although nobody asked" in reason
+
+    run(main)
+
+
+# --- filters --------------------------------------------------------------------------------------------
+
+
+def test_over_issue_follows_the_acceptance_rate() -> None:
+    """At 90 % rejection, from the second batch on at most 1.5 times the time of a run that knew the rate."""
+
+    async def seconds(over: float) -> list[float]:
+        fate = random.Random(5)
+
+        async def generate(state: RolloutState) -> None:
+            await asyncio.sleep(30 + 20 * random.Random(state.rollout_id).random())
+            answer(state)
+
+        plane = Plane(
+            FunctionAgentLoop(generate, cancel_on_pause=False),
+            batch_size=16,
+            members=1,
+            over_sample_threshold=over,
+            is_valid_sample_fn=lambda group: fate.random() < 0.1,
+        )
+        began = now()
+        await plane.train(8)
+        return [after - before for before, after in zip([began, *plane.step_times], plane.step_times, strict=False)]
+
+    async def main() -> None:
+        adaptive, known = await seconds(0.0), await seconds(9.0)
+        assert sum(adaptive[1:]) <= 1.5 * sum(known[1:])
+
+    run(main, max_events=10_000_000)
+
+
+def test_a_mastered_task_does_not_end_the_run_if_rejected_groups_are_accepted() -> None:
+    async def main() -> None:
+        async def generate(state: RolloutState) -> None:
+            await asyncio.sleep(1)
+            answer(state)
+
+        plane = Plane(
+            FunctionAgentLoop(generate),
+            is_valid_sample_fn=lambda group: "zero_std",
+            budgets=Budgets(max_consecutive_rejections=40, when_exhausted="accept"),
+        )
+        await plane.train(5)
+        ledger = await line(plane)
+        assert ledger["trained"] == 40
+        assert 40 <= ledger["filtered"] <= 400
+
+    run(main)
+
+
+def two_tasks(rejecting: Callable[[], bool], **budgets: Any) -> tuple[ReplayBuffer, DisaggregatedAgentLoopManager]:
+    """A task whose groups are kept, and one whose groups are all rejected while `rejecting()`."""
+    buffer = ReplayBuffer()
+
+    async def generate(state: RolloutState) -> None:
+        await asyncio.sleep(1)
+        answer(state)
+
+    tasks = [
+        Task(
+            name=name,
+            sampler=Sampler([{"prompt": f"q{i}"} for i in range(9)]),
+            agent_loop=FunctionAgentLoop(generate),
+            strategy=AsyncProduceStrategy(
+                buffer,
+                max_staleness=2,
+                is_valid_sample_fn=(lambda group: not rejecting()) if name == "mastered" else None,
+                budgets=Budgets(**budgets),
+                progress=NoProgress(),
+            ),
+        )
+        for name in ("mastered", "new")
+    ]
+    return buffer, DisaggregatedAgentLoopManager(tasks, buffer)
+
+
+def test_a_mastered_task_is_skipped_and_comes_back() -> None:
+    async def main() -> None:
+        step = 0
+        buffer, manager = two_tasks(lambda: step < 5, when_exhausted="skip")
+        mix = []
+        async with manager:
+            producer = asyncio.create_task(manager.produce_loop(4))
+            for step in range(1, 9):
+                async with manager.get_batch(4, step, timeout_s=10_000) as batch:
+                    mix.append({name: len(groups) for name, groups in batch.groups_by_task.items() if groups})
+                await manager.pause_produce()
+                await manager.continue_produce(step)
+                check_ledger(await buffer.ledger())
+        await producer
+        assert mix[:2] == [{"new": 4}] * 2
+        assert {"mastered": 2, "new": 2} in mix[5:]
+
+    run(main)
+
+
+@pytest.mark.parametrize("choice", ["skip", "raise"])
+def test_a_run_without_a_task_that_is_kept_ends_with_the_reason(choice: str) -> None:
+    async def main() -> None:
+        async def generate(state: RolloutState) -> None:
+            answer(state)
+
+        plane = Plane(
+            FunctionAgentLoop(generate),
+            is_valid_sample_fn=lambda group: "zero_std",
+            budgets=Budgets(when_exhausted=choice, max_consecutive_rejections=50),  # type: ignore[arg-type]
+        )
+        with pytest.raises(ProducerStopped, match=r"TooManyRejections: .* zero_std"):
+            await plane.train(1)
+
+    run(main)
+
+
+# --- storages -------------------------------------------------------------------------------------------
+
+
+class Away(MemoryStorage):
+    """Not to be reached for a while, in virtual time."""
+
+    def __init__(self, since: float, seconds: float) -> None:
+        super().__init__()
+        self.since, self.until = since, since + seconds
+
+    def _check(self) -> None:
+        if self.since <= now() < self.until:
+            raise StorageUnavailable("the database cannot be reached; nothing was done; try again when it is back")
+
+    async def put(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return await super().put(*args, **kwargs)
+
+    async def issue(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return await super().issue(*args, **kwargs)
+
+    async def claim(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return await super().claim(*args, **kwargs)
+
+    async def ledger(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return await super().ledger(*args, **kwargs)
+
+
+@pytest.mark.parametrize("since", [0.5, 3, 5.5, 11])
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_storage_that_is_away_for_a_while_costs_time_only(since: float, colocated: bool) -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer(storage=Away(since, 40))
+
+        async def generate(state: RolloutState) -> None:
+            await asyncio.sleep(1 + (state.rollout_id or 0) % 5)
+            answer(state)
+
+        strategy = AsyncProduceStrategy(buffer, max_staleness=3, over_sample_threshold=0.5, progress=NoProgress())
+        sampler = Sampler([{"prompt": f"q{i}"} for i in range(500)])
+        task = Task(name=TASK, sampler=sampler, agent_loop=FunctionAgentLoop(generate), strategy=strategy)
+        trained: list[int | None] = []
+        if colocated:
+            async with AgentLoopManager([task], buffer) as manager:
+                for step in range(1, 7):
+                    async with manager.produce_batch(8, step, model_step=step - 1) as batch:
+                        trained += [group[0].group_id for group in batch.groups]
+        else:
+            async with DisaggregatedAgentLoopManager([task], buffer) as ahead:
+                producer = asyncio.create_task(ahead.produce_loop(8))
+                for step in range(1, 7):
+                    async with ahead.get_batch(8, step, timeout_s=1000) as batch:
+                        trained += [group[0].group_id for group in batch.groups]
+                        await asyncio.sleep(2)
+                    await ahead.continue_produce(step)
+            await producer
+        assert len(trained) == len(set(trained)) == 48
+        check_ledger(await buffer.ledger())
+        assert (await buffer.ledger())[TASK]["failed"] == 0
+
+    run(main)
+
+
+def test_a_storage_that_stays_away_is_an_error() -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer(storage=Away(5, 500))
+
+        async def generate(state: RolloutState) -> None:
+            await asyncio.sleep(3)
+            answer(state)
+
+        strategy = SyncProduceStrategy(buffer, progress=NoProgress())
+        task = Task(
+            name=TASK, sampler=Sampler([{"prompt": "q"}]), agent_loop=FunctionAgentLoop(generate), strategy=strategy
+        )
+        async with AgentLoopManager([task], buffer, storage_retry_s=30) as manager:
+            async with manager.produce_batch(2, 1, model_step=0):
+                pass
+            with pytest.raises(StorageUnavailable):
+                async with manager.produce_batch(2, 2, model_step=1):
+                    pass
+            assert 30 <= now() <= 40
+
+    run(main)
