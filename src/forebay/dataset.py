@@ -105,6 +105,12 @@ class MapSource:
     def __len__(self) -> int:
         return len(self._dataset)
 
+    def index(self, cursor: int) -> int:
+        """Which record is the cursor-th."""
+        size = len(self._dataset)
+        epoch, index = divmod(cursor, size)
+        return shuffled_index(self._seed, epoch, index, size) if self._shuffle else index
+
     def read(self, cursor: int) -> tuple[int, Any]:
         size = len(self._dataset)
         if size <= 0:
@@ -116,9 +122,7 @@ class MapSource:
                 f"the data set {_name(self._dataset)} has {size} records, and had {self._size} when it was first drawn "
                 "from; positions in it no longer mean the same records"
             )
-        epoch, index = divmod(cursor, size)
-        if self._shuffle:
-            index = shuffled_index(self._seed, epoch, index, size)
+        index = self.index(cursor)
         try:
             return index, self._dataset[index]
         except InvalidDataset:

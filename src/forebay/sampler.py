@@ -178,6 +178,11 @@ class Sampler:
         """Records that brought a response along, which was dropped."""
         return self._prompts.dropped_responses
 
+    @property
+    def source(self) -> Source:
+        """The records, by position."""
+        return self._prompts.source
+
     def with_buffer(self, replay_buffer: ReplayBuffer) -> SamplerWithReplayBuffer:
         """The same prompts, drawn through a buffer."""
         return SamplerWithReplayBuffer._of(self._prompts, replay_buffer)

@@ -232,9 +232,13 @@ class AgentLoopManager(_Manager[native.AgentLoopManager]):
 
     _native_type = native.AgentLoopManager
 
-    def produce_batch(self, batch_size: int, train_step: int, *, model_step: int) -> BatchRequest:
+    def produce_batch(
+        self, batch_size: int, train_step: int, *, model_step: int, timeout_s: float | None = None
+    ) -> BatchRequest:
         """A batch for one train step, produced when it is entered with `with` (a lease), or taken with `take()`."""
-        return self._request(self.native.produce_batch(batch_size, train_step, model_step=model_step))
+        return self._request(
+            self.native.produce_batch(batch_size, train_step, model_step=model_step, timeout_s=timeout_s)
+        )
 
     def __enter__(self) -> AgentLoopManager:
         return self

@@ -1,6 +1,7 @@
 """How a batch is produced: strategies, what is under way, judging, and the numbers of it all."""
 
-from forebay.produce.filters import reject_truncated, reject_zero_std
+from forebay.produce.evaluate import Evaluation, evaluate
+from forebay.produce.filters import on_loop, reject_truncated, reject_zero_std
 from forebay.produce.progress import NoProgress, Progress, TerminalProgress
 from forebay.produce.settings import Budgets, Timeouts
 from forebay.produce.strategy import AsyncProduceStrategy, ProduceStrategy, Production, SyncProduceStrategy
@@ -8,6 +9,7 @@ from forebay.produce.strategy import AsyncProduceStrategy, ProduceStrategy, Prod
 __all__ = [
     "AsyncProduceStrategy",
     "Budgets",
+    "Evaluation",
     "NoProgress",
     "ProduceStrategy",
     "Production",
@@ -15,6 +17,8 @@ __all__ = [
     "SyncProduceStrategy",
     "TerminalProgress",
     "Timeouts",
+    "evaluate",
+    "on_loop",
     "reject_truncated",
     "reject_zero_std",
 ]

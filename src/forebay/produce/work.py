@@ -101,6 +101,7 @@ class Works:
         self.kept: deque[bool] = deque(maxlen=_VERDICTS_KEPT)  # of finished groups, whether the filter kept them
         self.last_error: str | None = None
         self.broken: BaseException | None = None
+        self.on_end: Callable[[Outcome, Sequence[RolloutState]], None] | None = None  # of an attempt
         self.stragglers: set[int] = set()
         self.batch_size = 1
         self.pausing = False
@@ -299,21 +300,22 @@ class Works:
             if task in self._running:
                 self._back.add(task)
             failure = refused or error
-            self._count(
-                Outcome(
-                    group_id=issued[0].group_id or 0,
-                    attempt=issued[0].attempt or 0,
-                    status=status,
-                    samples=len(stored),
-                    tokens=tokens,
-                    seconds=seconds,
-                    judge_s=judge_s,
-                    failed=failure is not None,
-                    error=failure or judged.rejected or (members[0].error_msg if kept is False else None),
-                    kept=kept,
-                    rewards=new_rewards(stored, rewarded),
-                )
+            outcome = Outcome(
+                group_id=issued[0].group_id or 0,
+                attempt=issued[0].attempt or 0,
+                status=status,
+                samples=len(stored),
+                tokens=tokens,
+                seconds=seconds,
+                judge_s=judge_s,
+                failed=failure is not None,
+                error=failure or judged.rejected or (members[0].error_msg if kept is False else None),
+                kept=kept,
+                rewards=new_rewards(stored, rewarded),
             )
+            self._count(outcome)
+            if self.on_end is not None:
+                self.on_end(outcome, stored)
 
         back = _Return(members, issued, steps.train_step, model_step, count)
         stage.name, stage.since = "storing", clock()
