@@ -187,7 +187,7 @@ def test_a_batch_offers_all_that_a_native_one_does() -> None:
         assert batch.task_results[TASK].produced_groups >= 4
         assert batch.total("failed_groups") == 0
         assert batch.raw_reward_mean is None
-        assert batch.produce_time_s >= 0
+        assert batch.wait_s >= 0
         assert batch.stats()["forebay/math/batch/batch_size"] == 4
         assert repr(batch) == "<Batch for train step 1: 4 groups, normal, held>"
 

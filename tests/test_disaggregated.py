@@ -210,7 +210,7 @@ async def test_a_batch_is_waited_for_and_full() -> None:
         assert now() == 5.0, "woken by the last group itself"
         assert batch.task_batch_sizes == {"b": 2, "a": 5, "c": 0}
         assert {name: len(groups) for name, groups in batch.groups_by_task.items()} == {"b": 2, "a": 5}
-        assert (batch.status, batch.produce_time_s) == (ProduceStatus.NORMAL, 5.0)
+        assert (batch.status, batch.wait_s) == (ProduceStatus.NORMAL, 5.0)
         assert batch.task_results["a"].group_gen_mean_s == 5.0
     assert await plane.ledger("a") == {"issued": 5, "trained": 5}
 
@@ -224,7 +224,7 @@ async def test_a_batch_that_is_ready_is_handed_out_though_the_producer_is_at_its
         for step in range(1, 5):
             assert plane.manager.progress.producer_future_step > plane.manager.bound
             batch = await plane.manager.get_batch(2, step)
-            assert (batch.status, len(batch.groups), batch.produce_time_s) == (ProduceStatus.NORMAL, 2, 0.0)
+            assert (batch.status, len(batch.groups), batch.wait_s) == (ProduceStatus.NORMAL, 2, 0.0)
 
 
 @simulated

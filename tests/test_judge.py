@@ -590,7 +590,7 @@ async def test_statistics_count_a_member_once_over_retries() -> None:
     assert calls.rollout_ids.count(0) == 1
     figures = producer.strategy.figures(TASK)
     assert (figures.reward_count, figures.reward_sum) == (2, 1.0)
-    assert figures.samples == 8  # four attempts
+    assert (figures.attempts, figures.groups, figures.samples) == (4, 1, 2)
     assert figures.tokens == 6  # the tokens of both members, each counted once
 
 

@@ -387,19 +387,28 @@ async def test_a_result_says_how_its_batch_came_about() -> None:
             produced_samples=8,
             produced_tokens=24,
             failed_groups=0,
+            failed_samples=0,
             filtered_groups=0,
+            filtered_samples=0,
+            acceptance_rate=1.0,
             group_gen_count=4,
             group_gen_mean_s=25.0,
             group_gen_p50_s=30.0,
             group_gen_p99_s=40.0,
             group_gen_p99_p50_ratio=40 / 30,
+            judge_mean_s=0.0,
             pause_time_s=0.0,
             raw_rewards_sum=12.0,
             raw_rewards_count=8,
+            raw_reward_mean=1.5,
+            reward_mean=1.5,
+            response_tokens_mean=3.0,
+            staleness_mean=0.0,
+            staleness_max=0,
             leftover={},
         )
     }
-    assert (batch.produce_time_s, batch.raw_reward_mean) == (40.0, 1.5)
+    assert (batch.wait_s, batch.raw_reward_mean) == (40.0, 1.5)
     assert (batch.total("produced_tokens"), batch.total("group_gen_count")) == (24, 4)
 
 
@@ -436,7 +445,7 @@ async def test_a_pause_and_what_it_leaves_are_in_the_result() -> None:
     assert long, "the seed is chosen so"
     assert result.leftover == {"aborted": long} | ({"completed": 2 - long} if long < 2 else {})
     assert result.pause_time_s == 2.0
-    assert batch.produce_time_s == 3.0
+    assert batch.wait_s == 3.0
 
 
 @simulated
@@ -476,7 +485,7 @@ async def test_a_result_is_flat_for_any_logger() -> None:
     plane = colocated({"math": 1, "code": 1}, loop=after(1), make=AsyncProduceStrategy, over_sample_threshold=1.0)
     flat = (await plane.manager.produce_batch(4, 1, model_step=0)).stats()
     assert all(isinstance(value, (int, float)) for value in flat.values())
-    assert flat["forebay/batch/produce_time_s"] == 1.0
+    assert flat["forebay/batch/wait_s"] == 1.0
     for name in ("math", "code"):
         assert flat[f"forebay/{name}/batch/batch_size"] == 2
         assert flat[f"forebay/{name}/batch/leftover/completed"] == 2

@@ -17,15 +17,22 @@ from tests.test_strategy import TASK, Counted, Producer, after, answer, never, r
 
 PREFIX = f"forebay/{TASK}/produce/"
 COUNTS = {
+    "attempts",
     "groups",
     "samples",
     "tokens",
     "completed",
     "returned",
     "failed",
+    "failed_samples",
     "filtered",
+    "filtered_samples",
     "discarded",
     "failures",
+    "kept",
+    "rejected",
+    "judged",
+    "judge_s",
     "dropped_responses",
     "in_flight",
     "pauses",
@@ -66,13 +73,16 @@ def test_every_end_of_an_attempt_is_counted_under_its_name() -> None:
     figures.count(outcome(None))  # it was no longer ours
     figures.count(outcome(Status.ABORTED, failed=True, error="down"))
     assert short(figures.flat(TASK, 3)) == {
-        "groups": 8,
-        "samples": 16,
+        "attempts": 8,
+        "groups": 3,
+        "samples": 6,
         "tokens": 80,
         "completed": 2,
         "returned": 3,
         "failed": 1,
+        "failed_samples": 2,
         "filtered": 1,
+        "filtered_samples": 2,
         "failures": 1,
         "in_flight": 3,
         "group_p50_s": 1.0,
@@ -135,7 +145,9 @@ async def test_the_figures_of_a_run() -> None:
     production = await producer.produce(1, 9)
     assert production.complete
     stats = producer.strategy.stats()
-    assert short(stats) == short(producer.strategy.figures(TASK).flat(TASK, producer.strategy.in_flight(TASK)))
+    figures = producer.strategy.figures(TASK).flat(TASK, producer.strategy.in_flight(TASK))
+    assert {name: stats[name] for name in figures} == figures
+    assert stats[PREFIX + "generating"] == stats[PREFIX + "in_flight"]
     ledger = await producer.ledger()
     assert (stats[PREFIX + "failed"], stats[PREFIX + "filtered"]) == (ledger["failed"], ledger["filtered"]) == (1, 1)
     assert stats[PREFIX + "in_flight"] == ledger["in_flight"]
@@ -150,10 +162,13 @@ async def test_figures_are_right_in_the_moment_in_which_a_batch_is_there() -> No
     producer = running_ahead(after(2), over_sample_threshold=0.5)
     await producer.produce(4)
     assert short(producer.strategy.stats()) == {
+        "attempts": 6,
         "groups": 6,
         "samples": 12,
         "tokens": 36,
         "completed": 6,
+        "kept": 6,
+        "acceptance_rate": 1.0,
         "group_p50_s": 2.0,
         "group_p99_s": 2.0,
     }

@@ -70,8 +70,16 @@ class Batch:
         return self.native.task_results
 
     @property
-    def produce_time_s(self) -> float:
-        return self.native.produce_time_s
+    def wait_s(self) -> float:
+        return self.native.wait_s
+
+    @property
+    def group_gen_p50_s(self) -> float | None:
+        return self.native.group_gen_p50_s
+
+    @property
+    def group_gen_p99_s(self) -> float | None:
+        return self.native.group_gen_p99_s
 
     @property
     def raw_reward_mean(self) -> float | None:

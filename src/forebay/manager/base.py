@@ -29,7 +29,7 @@ from forebay.ledger import LedgerLine
 from forebay.manager.progress import ProduceProgress
 from forebay.manager.results import ProduceBatchResult, ProduceStatus, describe_task
 from forebay.manager.task import Task, check_tasks
-from forebay.produce.figures import Figures
+from forebay.produce.figures import Figures, quantile
 from forebay.produce.rules import over_issue
 from forebay.produce.settings import backoff_s, positive_seconds
 from forebay.produce.strategy import too_many_rejections
@@ -231,7 +231,7 @@ class Manager:
     # --- batches --------------------------------------------------------------------------------------
 
     async def _result(
-        self, train_step: int, status: ProduceStatus, sizes: dict[str, int], lease: Lease | None, produce_s: float
+        self, train_step: int, status: ProduceStatus, sizes: dict[str, int], lease: Lease | None, wait_s: float
     ) -> ProduceBatchResult:
         try:
             counts = await self.replay_buffer.count_statuses(
@@ -242,12 +242,16 @@ class Manager:
                 await lease.settle_on_exit(error)
             raise
         results = {}
+        times: list[float] = []
+        groups = {} if lease is None else lease.groups_by_task
         for name, task in self.tasks.items():
             figures = task.strategy.figures(name)
-            results[name] = describe_task(sizes.get(name, 0), self._seen.get(name, Figures()), figures, counts[name])
+            new = figures.since(self._seen.get(name, Figures()))
+            results[name] = describe_task(sizes.get(name, 0), new, counts[name], groups.get(name, ()), train_step)
+            times += new.times_s
             if lease is not None:
                 self._seen[name] = figures.copy()
-        groups = {} if lease is None else lease.groups_by_task
+        times.sort()
         if lease is not None:
             self._leased.add(train_step)
             lease.on_ack = lambda began: self._on_ack(train_step, began)
@@ -257,7 +261,9 @@ class Manager:
             groups_by_task=groups,
             task_batch_sizes=dict(sizes),
             task_results=results,
-            produce_time_s=produce_s,
+            wait_s=wait_s,
+            group_gen_p50_s=quantile(times, 0.5) if times else None,
+            group_gen_p99_s=quantile(times, 0.99) if times else None,
             lease=lease,
         )
 
@@ -309,7 +315,11 @@ class Manager:
             state_dict = getattr(task.agent_loop, "state_dict", None)
             if callable(state_dict):
                 loops[name] = state_dict()
-        return {"progress": self.progress.state(model_step), "agent_loops": loops}
+        figures = {
+            name: {"now": task.strategy.figures(name).counters(), "seen": self._seen.get(name, Figures()).counters()}
+            for name, task in self.tasks.items()
+        }
+        return {"progress": self.progress.state(model_step), "agent_loops": loops, "figures": figures}
 
     async def resume(self, path: str | os.PathLike[str]) -> int:
         """Take up a checkpoint; returns the model step whose weights belong to it.
@@ -326,6 +336,7 @@ class Manager:
             load = getattr(self.tasks[name].agent_loop, "load_state_dict", None) if name in self.tasks else None
             if callable(load):
                 load(state)
+        self._load_figures(manifest)
         if not manifest.replay_buffer_saved:
             self.progress.forget_planned()
         gone |= set(manifest.accounts) - self.tasks.keys()
@@ -335,6 +346,16 @@ class Manager:
         self._set_clock()
         log.info("manager_resumed path=%s model_step=%d next_step=%d", path, model_step, self.steps.train_step)
         return model_step
+
+    def _load_figures(self, manifest: Manifest) -> None:
+        """Let the counters of tasks continue, also those that no batch has reported."""
+        saved = manifest.extra.get("manager")
+        for name, counters in (saved.get("figures", {}) if isinstance(saved, dict) else {}).items():
+            if name in self.tasks and isinstance(counters, dict):
+                figures = self.tasks[name].strategy.figures(name)
+                figures.load(counters.get("now", {}))
+                self._seen[name] = Figures()
+                self._seen[name].load(counters.get("seen", {}))
 
     def _read_saved(self, manifest: Manifest, path: str | os.PathLike[str]) -> tuple[int, object, dict[str, Any]]:
         """The model step, the progress, the states of agent loops; or DamagedData."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from types import TracebackType
 
 import msgspec
@@ -11,7 +11,8 @@ import msgspec
 from forebay.errors import InvalidInput
 from forebay.lease import Lease
 from forebay.produce.figures import Figures, quantile
-from forebay.rollout import RolloutState, Status
+from forebay.rollout import RolloutState, Status, versioned_tokens
+from forebay.staleness import group_staleness
 
 __all__ = ["BatchRequest", "ProduceBatchResult", "ProduceStatus", "TaskResult", "describe_task"]
 
@@ -27,19 +28,28 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     """One task's part of a batch; counts are of what was produced since the batch before."""
 
     batch_size: int
-    produced_groups: int
-    produced_samples: int
-    produced_tokens: int
+    produced_groups: int  # finished: completed or filtered
+    produced_samples: int  # of those groups
+    produced_tokens: int  # generated, in all attempts
     failed_groups: int
+    failed_samples: int
     filtered_groups: int
+    filtered_samples: int
+    acceptance_rate: float | None  # the share of finished groups that the filters kept
     group_gen_count: int
     group_gen_mean_s: float | None
     group_gen_p50_s: float | None
     group_gen_p99_s: float | None
     group_gen_p99_p50_ratio: float | None
+    judge_mean_s: float | None
     pause_time_s: float
-    raw_rewards_sum: float
+    raw_rewards_sum: float  # of all that was judged, before filtering
     raw_rewards_count: int
+    raw_reward_mean: float | None
+    reward_mean: float | None  # of the samples of this batch
+    response_tokens_mean: float | None
+    staleness_mean: float | None  # of the groups of this batch, for its train step
+    staleness_max: int | None
     leftover: Mapping[str, int]  # groups that are still buffered, by status
 
 
@@ -51,7 +61,9 @@ class ProduceBatchResult(msgspec.Struct, kw_only=True):
     groups_by_task: dict[str, list[list[RolloutState]]]
     task_batch_sizes: dict[str, int]
     task_results: dict[str, TaskResult]
-    produce_time_s: float
+    wait_s: float  # how long the batch was waited for
+    group_gen_p50_s: float | None = None  # over all tasks
+    group_gen_p99_s: float | None = None
     lease: Lease | None = None
 
     @property
@@ -77,7 +89,10 @@ class ProduceBatchResult(msgspec.Struct, kw_only=True):
 
     def stats(self) -> dict[str, float]:
         """Flat figures for any logger: `forebay/<task>/batch/...`."""
-        flat: dict[str, float] = {"forebay/batch/produce_time_s": self.produce_time_s}
+        flat: dict[str, float] = {"forebay/batch/wait_s": self.wait_s}
+        for name in ("raw_reward_mean", "group_gen_p50_s", "group_gen_p99_s"):
+            if (value := getattr(self, name)) is not None:
+                flat[f"forebay/batch/{name}"] = value
         for name, result in self.task_results.items():
             for field in result.__struct_fields__:
                 value = getattr(result, field)
@@ -88,29 +103,50 @@ class ProduceBatchResult(msgspec.Struct, kw_only=True):
         return flat
 
 
-def describe_task(batch_size: int, before: Figures, now: Figures, left: Mapping[Status, int]) -> TaskResult:
-    """What was produced for a task between two looks at its figures."""
-    new = now.since(before)
+def describe_task(
+    batch_size: int, new: Figures, left: Mapping[Status, int], groups: Sequence[Sequence[RolloutState]], train_step: int
+) -> TaskResult:
+    """What was produced for a task since the batch before, and what its part of this batch is like."""
+    samples = [state for group in groups for state in group]
+    ages = [group_staleness(group, train_step) for group in groups]
+    scores = [
+        float(state.reward["score"])
+        for state in samples
+        if state.reward is not None and state.reward.get("score") is not None
+    ]
     times = sorted(new.times_s)
     p50 = quantile(times, 0.5) if times else None
     p99 = quantile(times, 0.99) if times else None
     return TaskResult(
         batch_size=batch_size,
-        produced_groups=new.completed + new.filtered,
+        produced_groups=new.groups,
         produced_samples=new.samples,
         produced_tokens=new.tokens,
         failed_groups=new.failed,
+        failed_samples=new.failed_samples,
         filtered_groups=new.filtered,
+        filtered_samples=new.filtered_samples,
+        acceptance_rate=new.acceptance_rate,
         group_gen_count=len(times),
-        group_gen_mean_s=sum(times) / len(times) if times else None,
+        group_gen_mean_s=_mean(times),
         group_gen_p50_s=p50,
         group_gen_p99_s=p99,
         group_gen_p99_p50_ratio=p99 / p50 if p50 and p99 is not None else None,
+        judge_mean_s=new.judge_s / new.judged if new.judged else None,
         pause_time_s=new.pause_s,
         raw_rewards_sum=new.reward_sum,
         raw_rewards_count=new.reward_count,
+        raw_reward_mean=new.reward_sum / new.reward_count if new.reward_count else None,
+        reward_mean=_mean(scores),
+        response_tokens_mean=_mean([versioned_tokens(state) for state in samples]),
+        staleness_mean=_mean(ages),
+        staleness_max=max(ages, default=None),
         leftover={str(status): groups for status, groups in left.items() if groups},
     )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 class BatchRequest:

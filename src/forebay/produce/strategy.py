@@ -38,7 +38,7 @@ from forebay.produce.judge import GroupReward, Judge, SampleReward
 from forebay.produce.progress import Progress, default_progress
 from forebay.produce.rules import Plan, make_plan, over_issue, to_start, waiting_again
 from forebay.produce.settings import Budgets, Timeouts
-from forebay.produce.work import Stage, Steps, Works, look_at
+from forebay.produce.work import STAGES, Stage, Steps, Works, look_at
 from forebay.rollout import Status
 from forebay.sampler import Sampler, SamplerWithReplayBuffer
 from forebay.staleness import Limits, stale_threshold, staleness
@@ -589,7 +589,13 @@ class ProduceStrategy:
         """Flat figures for any logger, as `forebay/<task>/produce/...`."""
         flat: dict[str, float] = {}
         for task_name, task in self._tasks.items():
-            flat |= task.works.figures.flat(task_name, task.works.in_flight)
+            works, prefix = task.works, f"forebay/{task_name}/produce"
+            flat |= works.figures.flat(task_name, works.in_flight)
+            stages = works.stages
+            flat |= {f"{prefix}/{name}": sum(stage.name == name for stage in stages) for name in STAGES}
+            now = asyncio.get_running_loop().time()
+            oldest = [now - stage.since for stage in stages if stage.name == "generating"]
+            flat[f"{prefix}/oldest_generation_s"] = max(oldest, default=0.0)
             if task.sampler is not None:
                 flat[f"forebay/{task_name}/produce/dropped_responses"] += task.sampler[1].dropped_responses
         return flat

@@ -42,8 +42,9 @@ from forebay.staleness import EXPIRABLE, Limits, expire_members
 from forebay.threads import see_through
 from forebay.waiting import RESOLUTION_S
 
-__all__ = ["Stage", "Steps", "Works", "look_at"]
+__all__ = ["STAGES", "Stage", "Steps", "Works", "look_at"]
 
+STAGES = ("resting", "generating", "judging", "storing")
 _VERDICTS_KEPT = 256
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Stage(msgspec.Struct):
 
     group_id: int
     attempt: int
-    name: str  # resting, generating, judging, storing
+    name: str  # one of STAGES
     since: float
     note: str = ""
 
@@ -146,7 +147,8 @@ class Works:
     @property
     def stages(self) -> list[Stage]:
         """What is being done to each group in flight, oldest first."""
-        return sorted(self._stages.values(), key=lambda stage: stage.since)
+        stages = [stage for task, stage in self._stages.items() if task not in self._back]
+        return sorted(stages, key=lambda stage: stage.since)
 
     @property
     def accepted(self) -> float:
@@ -267,7 +269,7 @@ class Works:
         issued, working = prepare(group, partial=self._partial)
         rewarded = {(state.rollout_id, state.segment) for state in issued if state.reward is not None}
         cancelled, seconds, tokens, judged = None, None, 0, Judged()
-        judge_s = 0.0
+        judge_s: float | None = None
         stage = self._stages[task]
         try:
             rested, cancelled = await self._rest(stage)
@@ -285,7 +287,7 @@ class Works:
                 stage.name, stage.since = "judging", clock()
                 judged, judge_error, cancelled = await self._judged(members, stage)
                 error = judge_error or error
-                judge_s = clock() - stage.since
+                judge_s = None if self._judge.idle else clock() - stage.since
         except Exception as wrong:
             # An unforeseen value in a sample; in any case the group goes back.
             log.exception("group_mishandled task=%s group=%s", self.task_name, issued[0].group_id)

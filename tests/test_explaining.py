@@ -1,0 +1,168 @@
+"""What a stuck run says of itself: which stage, which group, for how long, and at which attempt."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forebay import (
+    AsyncProduceStrategy,
+    DisaggregatedAgentLoopManager,
+    FunctionAgentLoop,
+    ReplayBuffer,
+    RolloutState,
+    Sampler,
+    Status,
+    Task,
+    WaitTimeout,
+)
+from forebay.produce import NoProgress
+from forebay.testing.simulate import run
+
+
+def answer(state: RolloutState) -> None:
+    state.response_ids, state.response, state.status = [1, 2], "x", Status.COMPLETED
+
+
+async def at_once(state: RolloutState) -> None:
+    answer(state)
+
+
+async def forever(state: Any) -> Any:
+    await asyncio.get_running_loop().create_future()
+
+
+def manager_of(
+    generate: Any = at_once, dataset: Any = None, max_groups: int | None = None, **options: Any
+) -> DisaggregatedAgentLoopManager:
+    buffer = ReplayBuffer(max_groups=max_groups)
+    strategy = AsyncProduceStrategy(buffer, progress=NoProgress(), **options)
+    sampler = Sampler([{"prompt": "q"}] * 9 if dataset is None else dataset)
+    task = Task(name="math", sampler=sampler, agent_loop=FunctionAgentLoop(generate), strategy=strategy)
+    return DisaggregatedAgentLoopManager([task], buffer)
+
+
+async def stuck(manager: DisaggregatedAgentLoopManager, seconds: float = 100) -> str:
+    """What the error of a batch that does not come says."""
+    async with manager:
+        producer = asyncio.create_task(manager.produce_loop(2))
+        with pytest.raises(WaitTimeout) as late:
+            await manager.get_batch(2, 1, timeout_s=seconds)
+    await producer
+    return late.value.explanation
+
+
+def test_g11_a_hung_engine_shows_as_generating() -> None:
+    text = run(lambda: stuck(manager_of(forever)))
+    assert "generating: 2 groups, the oldest (group 0, attempt 1) for 100.0 s" in text
+    assert "judging" not in text
+
+
+def test_g11_a_hung_reward_shows_as_judging() -> None:
+    text = run(lambda: stuck(manager_of(reward_fn=forever)))
+    assert "judging: 2 groups, the oldest (group 0, attempt 1) for 100.0 s" in text
+    assert "generating:" not in text
+
+
+def test_g11_a_reward_that_raises_shows_with_its_error() -> None:
+    def away(state: RolloutState) -> float:
+        raise ConnectionError("503")
+
+    text = run(lambda: stuck(manager_of(reward_fn=away)))
+    assert "judging: 2 groups" in text
+    assert "repeated after the reward raised ConnectionError: 503" in text
+
+
+def test_g11_an_engine_that_is_away_shows_with_the_time_that_is_left() -> None:
+    async def refused(state: RolloutState) -> None:
+        raise ConnectionRefusedError("refused")
+
+    text = run(lambda: stuck(manager_of(refused)))
+    assert "is away (ConnectionRefusedError: refused); given up in 500 s" in text
+
+
+def test_g11_attempts_show() -> None:
+    async def aborted(state: RolloutState) -> None:
+        if state.group_id:
+            await forever(state)
+        state.finish_reason = "abort"
+
+    text = run(lambda: stuck(manager_of(aborted, max_groups=2, max_tries=1000), seconds=20))
+    assert "resting:" in text
+    assert "(group 0, attempt 7)" in text
+    assert "although nobody asked for that" in text
+
+
+async def test_g11_a_hung_data_set_shows_as_drawing(tmp_path: Path) -> None:
+    released = threading.Event()
+
+    class Hanging:
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> Any:
+            released.wait()
+            return {"prompt": "q"}
+
+    manager = manager_of(dataset=Hanging())
+    async with manager:
+        producer = asyncio.create_task(manager.produce_loop(2))
+        try:
+            with pytest.raises(WaitTimeout) as late:
+                await manager.get_batch(2, 1, timeout_s=0.2)
+        finally:
+            released.set()
+    await producer
+    assert "drawing: for 0." in late.value.explanation
+
+
+def test_counters_survive_a_resume(tmp_path: Path) -> None:
+    async def main() -> None:
+        first = manager_of(reward_fn=lambda state: 0.5)
+        async with first:
+            producer = asyncio.create_task(first.produce_loop(2))
+            async with first.get_batch(2, 1, timeout_s=100):
+                pass
+            await first.pause_produce()
+            await first.save(tmp_path / "checkpoint", 1)
+        await producer
+        before = await first.stats()
+        second = manager_of(reward_fn=lambda state: 0.5)
+        await second.resume(tmp_path / "checkpoint")
+        after = await second.stats()
+        for name in ("attempts", "groups", "samples", "tokens", "completed"):
+            key = f"forebay/math/produce/{name}"
+            assert after[key] == before[key] > 0, name
+
+    run(main)
+
+
+def test_a_batch_says_how_old_its_groups_are_and_what_they_are_like() -> None:
+    async def main() -> None:
+        async def generate(state: RolloutState) -> None:
+            await asyncio.sleep(1)
+            answer(state)
+
+        async def reward(state: RolloutState) -> float:
+            await asyncio.sleep(2)
+            return 0.25
+
+        manager = manager_of(generate, reward_fn=reward, max_staleness=2)
+        async with manager:
+            producer = asyncio.create_task(manager.produce_loop(2))
+            for step in (1, 2, 3):
+                async with manager.get_batch(2, step, timeout_s=100) as batch:
+                    figures = batch.stats()
+                assert figures["forebay/math/batch/staleness_max"] == step - 1
+                assert figures["forebay/math/batch/staleness_mean"] == step - 1
+                assert figures["forebay/math/batch/reward_mean"] == 0.25
+                assert figures["forebay/math/batch/response_tokens_mean"] == 2
+                assert figures["forebay/math/batch/acceptance_rate"] == 1
+                assert figures["forebay/math/batch/judge_mean_s"] == 2
+        await producer
+
+    run(main)
