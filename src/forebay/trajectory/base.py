@@ -11,14 +11,14 @@ import importlib.util
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 
 from forebay.checks import whole_number
-from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, StorageError
+from forebay.errors import BufferClosed, ForebayError, InvalidConfig, InvalidInput, StorageError, StorageVanished
 from forebay.files import FileOps
 from forebay.trajectory.data import Trajectory
 from forebay.trajectory.gather import Gatherer
@@ -206,34 +206,28 @@ class BufferBase:
         return self._writer.durable_id
 
     def flush(self) -> None:
-        """Wait until everything that was added is on disk."""
-        self._check_usable()
+        """Wait until everything that was added is on disk; after an error, try again."""
         with self._changed:
-            last = self._next_id - 1
-        self._wait_durable(last)
-
-    def _wait_durable(self, last: int) -> None:
-        writer = self._writer
-        if writer is None:
-            return
-        with self._changed:
-            while writer.error is None and ((writer.durable_id < last and writer.pending_bytes) or writer.floor_waits):
+            self._check_usable()
+            writer = self._writer
+            if writer is None:
+                return
+            wanted = writer.ask()
+            while writer.rounds < wanted:
                 self._changed.wait()
-        self._raise_write_error()
+            self._raise_write_error()
 
     def _raise_write_error(self) -> None:
-        error = None if self._writer is None else self._writer.error
-        if error is not None:
-            raise StorageError(
-                f"trajectories can no longer be written: {error}. What was added can still be sampled; make room, and "
-                "open the directory again"
-            ) from error
+        writer = self._writer
+        if writer is None or writer.error is None:
+            return
+        raise _write_error(writer.error, [job.id for job in writer.pending], closed=self._closed) from writer.error
 
     # --- what is there ---
 
     def trajectory(self, trajectory_id: int) -> Trajectory:
         """One trajectory of the window, as numpy arrays `[T, B, ...]`."""
-        self._check_usable()
+        self._check_usable(saving=True)
         with self._changed:
             window = self._window
             ids = np.empty(0, np.int64) if window is None else window.index.rows["id"]
@@ -272,21 +266,19 @@ class BufferBase:
                 self._window.drop_resident()
 
     def close(self) -> None:
-        """Write what waits, and end. Everything but `close` raises BufferClosed afterwards."""
+        """Write what waits, and end. Everything but `close` raises BufferClosed afterwards.
+
+        If not everything can be written, `save_checkpoint` and `trajectory` still work: memory has the only copy.
+        """
         if self._pid != os.getpid():
             return
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-            writer = self._writer
-            if writer is not None:
-                writer.stop()
             self._changed.notify_all()
-        if writer is not None:
-            writer.join()
         if self._store is not None:
-            self._store.close(clean=writer is not None and writer.error is None)
+            _end(self._changed, self._writer, self._store)
         self._raise_write_error()
 
     def __enter__(self) -> Self:
@@ -295,13 +287,13 @@ class BufferBase:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_usable(self, *, writing: bool = False) -> None:
+    def _check_usable(self, *, writing: bool = False, saving: bool = False) -> None:
         if self._pid != os.getpid():
             raise BufferClosed(
                 f"this buffer belongs to process {self._pid} and was used after a fork; build one in this process "
                 "(with read_only=True for a directory that is written elsewhere)"
             )
-        if self._closed:
+        if self._closed and not (saving and self._writer is not None and self._writer.error is not None):
             raise BufferClosed("the trajectory buffer was closed")
         if writing and self.read_only:
             raise InvalidInput("this buffer was opened with read_only=True; nothing can be changed in it")
@@ -338,6 +330,32 @@ def _torch(arrays: str | None) -> Any | None:
     except ImportError:
         raise InvalidConfig("arrays='torch' needs torch: pip install 'forebay[torch]'") from None
     return torch
+
+
+# --- the end ---
+
+
+def _write_error(error: ForebayError, pending: Sequence[int], *, closed: bool) -> StorageError:
+    """What a caller is told who writes after an error: what failed, what is not on disk, what to do."""
+    vanished = isinstance(error, StorageVanished)
+    kept = f"Only memory has {_named(pending)}: do not add them again" if pending else "No trajectory waits"
+    retry = "" if closed else f"{'Put the files back' if vanished else 'Make room'} and call flush(); or "
+    save = f"{'C' if closed else 'c'}all save_checkpoint() with another directory, which saves what is in memory"
+    message = f"trajectories cannot be written: {error}. {kept}. {retry}{save}"
+    return (StorageVanished if vanished else StorageError)(message)
+
+
+def _named(ids: Sequence[int]) -> str:
+    return f"trajectory {ids[0]}" if len(ids) == 1 else f"trajectories {ids[0]} to {ids[-1]}"
+
+
+def _end(changed: threading.Condition, writer: Writer | None, store: Store) -> None:
+    """Write what waits and let others write; the writer has the error if there is one."""
+    if writer is not None:
+        with changed:
+            writer.stop()
+        writer.join()
+    store.close(clean=writer is not None and writer.error is None)
 
 
 def _close_at_exit(buffer: BufferBase) -> None:
