@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import shutil
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forebay.errors import BufferClosed, StorageError, StorageVanished
+from forebay.errors import BufferClosed, StorageError, StorageInUse, StorageVanished
 from forebay.files import FileOps
+from forebay.trajectory.store import Store
 from tests.trajectory.crash_child import Buffer, make
 from tests.trajectory.test_store import Large, apart, check_all, ids_of, opened, settle
 
@@ -29,6 +33,10 @@ def loaded(path: Path) -> Buffer:
     buffer = Buffer(sample_window_size=0, arrays="numpy")
     buffer.load_checkpoint(path)
     return buffer
+
+
+def writer_threads() -> int:
+    return sum(thread.name == "forebay-trajectories" for thread in threading.enumerate())
 
 
 # --- a directory that vanishes --------------------------------------------------------------------------
@@ -349,3 +357,119 @@ assert failures > 30, failures
 """,
         tmp_path,
     )
+
+
+# --- a buffer that nobody closes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("in_a_cycle", [False, True])
+def test_a_dropped_buffer_writes_what_waits_and_ends(tmp_path: Path, in_a_cycle: bool) -> None:
+    gc.collect()
+    threads = writer_threads()
+    added = 0
+    for _ in range(5):
+        buffer = opened(tmp_path)
+        check_all(buffer, range(added))
+        buffer.add_trajectories([make(key) for key in range(added, added + 10)])
+        added += 10
+        assert writer_threads() == threads + 1
+        assert buffer._window is not None
+        ended = weakref.ref(buffer), weakref.ref(buffer._window.space)
+        if in_a_cycle:
+            buffer.itself = buffer  # type: ignore[attr-defined]
+        del buffer
+        if in_a_cycle:
+            gc.collect()
+        assert [reference() for reference in ended] == [None, None]
+        assert writer_threads() == threads
+    with opened(tmp_path) as buffer:
+        check_all(buffer, range(added))
+
+
+def test_a_buffer_dropped_after_an_error_tries_again_and_says_what_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for room in (None, 0):
+        buffer, quota = on_quota(tmp_path / str(room), 10**7)
+        quota.room = 0
+        with pytest.raises(StorageError):
+            buffer.add_trajectories([make(0), make(1)], durable=True)
+        quota.room = room
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            del buffer
+            gc.collect()  # the error that was raised had it
+        said = [record.getMessage() for record in caplog.records]
+        if room is None:
+            assert said == []
+        else:
+            assert len(said) == 1
+            assert "trajectories 0 to 1" in said[0]
+            assert os.strerror(errno.ENOSPC) in said[0]
+        with opened(tmp_path / str(room)) as again:
+            check_all(again, range(2) if room is None else [])
+
+
+def test_a_buffer_whose_last_reference_ends_in_its_writer_ends_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dropping(FileOps):
+        def sync(self, descriptor: int) -> None:
+            super().sync(descriptor)
+            if held and may_drop.wait(60):
+                held.clear()
+
+    class Held(Buffer):
+        _files = Dropping()
+
+    close = Store.close
+    closed = threading.Event()
+
+    def watched(self: Store, *, clean: bool) -> None:
+        close(self, clean=clean)
+        closed.set()
+
+    monkeypatch.setattr(Store, "close", watched)
+    may_drop = threading.Event()
+    held: list[Buffer] = []
+    held.append(opened(tmp_path, Held))
+    held[0].add_trajectories([make(0), make(1)])
+    may_drop.set()
+    assert closed.wait(60)
+    with opened(tmp_path) as buffer:
+        check_all(buffer, range(2))
+
+
+def test_what_waits_is_written_when_the_interpreter_ends(tmp_path: Path) -> None:
+    apart("buffer = opened(Path(sys.argv[1]))\nbuffer.add_trajectories([make(key) for key in range(50)])", tmp_path)
+    with opened(tmp_path) as buffer:
+        check_all(buffer, range(50))
+
+
+def test_a_dropped_buffer_in_a_forked_child_leaves_the_parents_alone(tmp_path: Path) -> None:
+    apart(
+        """
+buffers = [opened(Path(sys.argv[1]))]
+buffers[0].add_trajectories([make(0)], durable=True)
+pid = os.fork()
+if not pid:
+    buffers.clear()
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+buffers[0].add_trajectories([make(1)], durable=True)
+try:
+    opened(Path(sys.argv[1]))
+except StorageInUse as error:
+    assert "by this process (process " in str(error), error
+else:
+    raise AssertionError("the lock is held")
+""",
+        tmp_path,
+    )
+    with opened(tmp_path) as buffer:
+        check_all(buffer, range(2))
+
+
+def test_a_directory_that_this_process_has_open_is_said_to_be(tmp_path: Path) -> None:
+    with opened(tmp_path), pytest.raises(StorageInUse, match=rf"by this process \(process {os.getpid()} on"):
+        opened(tmp_path)

@@ -6,8 +6,8 @@ somebody may wait for has happened. Opening, durability and closing are here; ad
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
+import logging
 import os
 import threading
 import weakref
@@ -35,6 +35,8 @@ from forebay.trajectory.window import Limits, Window
 from forebay.trajectory.writer import Job, Writer
 
 __all__ = ["BufferBase"]
+
+_log = logging.getLogger(__name__)
 
 _PENDING_BYTES = 256 * 2**20
 
@@ -97,7 +99,6 @@ class BufferBase:
         self._generator = keyed_random(self.seed, self.rank)
         if auto_save or read_only:
             self._open_store(Path(auto_save_path) / f"rank_{rank}")
-        _close_at_exit(self)
 
     # --- the store ------------------------------------------------------------------------------------
 
@@ -134,6 +135,8 @@ class BufferBase:
                 self._writer.join()
             store.close(clean=False)
             raise
+        # What waits is written also if nobody closes the buffer: when it is dropped, or when the interpreter ends.
+        self._dropped = weakref.finalize(self, _end_dropped, self._pid, self._changed, self._writer, store)
 
     def _fill_window(self, listing: Listing) -> None:
         """Show the newest of trajectories that are in files: their segments are mapped."""
@@ -278,6 +281,7 @@ class BufferBase:
             self._closed = True
             self._changed.notify_all()
         if self._store is not None:
+            self._dropped.detach()
             _end(self._changed, self._writer, self._store)
         self._raise_write_error()
 
@@ -358,17 +362,21 @@ def _end(changed: threading.Condition, writer: Writer | None, store: Store) -> N
     store.close(clean=writer is not None and writer.error is None)
 
 
-def _close_at_exit(buffer: BufferBase) -> None:
-    """What waits to be written when the interpreter ends is still written."""
-    reference = weakref.ref(buffer)
-
-    def close() -> None:
-        found = reference()
-        if found is not None:
-            found.close()
-
-    atexit.register(close)
-    weakref.finalize(buffer, atexit.unregister, close).atexit = False
+def _end_dropped(pid: int, changed: threading.Condition, writer: Writer | None, store: Store) -> None:
+    """End what a buffer leaves that was dropped without being closed. Runs wherever the last reference ends."""
+    if pid != os.getpid():
+        return
+    if writer is not None and writer.is_current_thread:  # it held the last reference, for a moment
+        threading.Thread(target=_end_dropped, args=(pid, changed, writer, store), daemon=False).start()
+        return
+    try:
+        _end(changed, writer, store)
+        error = None if writer is None else writer.error
+    except StorageError as raised:
+        error = raised
+    if error is not None:
+        lost = "nothing" if writer is None or not writer.pending else _named([job.id for job in writer.pending])
+        _log.warning("a trajectory buffer ended without being closed, and lost %s: %s", lost, error)
 
 
 def _absolute(listing: Listing, segments: Mapping[int, Segment]) -> Listing:
