@@ -363,7 +363,7 @@ async def test_a_store_in_use_can_be_examined_but_not_mended(store: Path) -> Non
         assert findings["rows"]["message"] == "7 groups"
         refused = run("doctor", store, "--fix")
         assert (refused.exit_code, refused.stdout) == (1, "")
-        assert "is open for writing by process" in refused.stderr
+        assert "is open for writing by this process" in refused.stderr
     assert look(store)[1]["lock"]["message"] == "no process has it open for writing"
 
 

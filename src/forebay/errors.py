@@ -16,6 +16,7 @@
     │   └── UnreadableData             intact, but this installation cannot read it: a newer version, a missing package
     ├── StorageError                   the storage could not do it: disk full, I/O error, server gone
     │   ├── StorageInUse               another process has it open for writing
+    │   ├── StorageVanished            files of an open store were deleted, moved or replaced
     │   ├── StorageUnavailable         the server cannot be reached, or went away
     │   │   ├── NoCluster              Ray is not running, or this process has not joined it
     │   │   └── NoSuchBuffer           no buffer of this name is hosted in the cluster
@@ -73,6 +74,7 @@ __all__ = [
     "StorageError",
     "StorageInUse",
     "StorageUnavailable",
+    "StorageVanished",
     "TooManyFailures",
     "TooManyRejections",
     "TooManyWaits",
@@ -153,6 +155,10 @@ class StorageError(ForebayError):
 
 class StorageInUse(StorageError):
     """Another process has the store open for writing."""
+
+
+class StorageVanished(StorageError):
+    """Files of an open store were deleted, moved or replaced. Nothing was written; what was added is in memory."""
 
 
 class StorageUnavailable(StorageError):

@@ -99,6 +99,14 @@ class FileOps:
         """Whether two names are of one file; symbolic links are not followed."""
         return os.path.samestat(first.lstat(), second.lstat())
 
+    def identity(self, file: Path | int) -> tuple[int, int] | None:
+        """Device and inode of a path or a descriptor; None if nothing has that name."""
+        try:
+            found = os.stat(file)  # noqa: PTH116 - of a descriptor, too
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found.st_dev, found.st_ino
+
     def remove(self, path: Path) -> None:
         path.unlink()
 
@@ -117,6 +125,10 @@ class FileOps:
             os.close(descriptor)
             raise
         return descriptor
+
+    def truncate(self, descriptor: int, size: int) -> None:
+        """Cut a file off after `size` bytes."""
+        os.ftruncate(descriptor, size)
 
     def open(self, path: Path) -> tuple[int, int]:
         """Open a plain file for reading: its descriptor and its size. Never follows a symbolic link."""

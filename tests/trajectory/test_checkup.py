@@ -143,7 +143,7 @@ def test_a_store_in_use_can_be_verified(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path, arrays="numpy") as buffer:
         buffer.add_trajectories([make(0), make(1)], durable=True)
         found = {finding.name: finding for finding in verify(tmp_path)}
-        assert found["rank_0 lock"].message.startswith("open for writing by process")
+        assert found["rank_0 lock"].message.startswith("open for writing by this process")
         assert found["rank_0 rows"].message == "2 trajectories have their checksum"
         buffer.clear()
         buffer.add_trajectories([make(2)], durable=True)

@@ -338,9 +338,9 @@ def test_a_store_that_is_written_to_is_refused(tmp_path: Path) -> None:
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "store", arrays="numpy") as buffer:
         buffer.add_trajectories([make(0), make(1)], durable=True)
         for dry_run in (True, False):
-            with pytest.raises(StorageInUse, match="open for writing by process"):
+            with pytest.raises(StorageInUse, match="open for writing by this process"):
                 merge(tmp_path / "store", tmp_path / "out", copy=True, dry_run=dry_run)
-            with pytest.raises(StorageInUse, match="open for writing by process"):
+            with pytest.raises(StorageInUse, match="open for writing by this process"):
                 split(tmp_path / "store", tmp_path / "out", 1, copy=True, dry_run=dry_run)
     assert merge(tmp_path / "store", tmp_path / "out", copy=True).trajectories == 2
 

@@ -15,15 +15,13 @@ import numpy as np
 from forebay.errors import InvalidInput, InvalidTrajectory
 from forebay.trajectory.base import BufferBase
 from forebay.trajectory.data import Aligned, Trajectory, aligned
-from forebay.trajectory.listing import Listing, SegmentRows
+from forebay.trajectory.listing import Listing
 from forebay.trajectory.prepare import Prepared, prepare, write
 from forebay.trajectory.schema import Layout, fitted, schema_of
-from forebay.trajectory.window import IN_MEMORY, Window
-from forebay.trajectory.writer import Job, listing_of
+from forebay.trajectory.window import Window
+from forebay.trajectory.writer import Job, in_memory
 
 __all__ = ["AddingBuffer"]
-
-_PENDING_BYTES = 256 * 2**20
 
 
 class AddingBuffer(BufferBase):
@@ -36,8 +34,9 @@ class AddingBuffer(BufferBase):
     ) -> list[int]:
         """Add all of them or none; their ids, which only grow. `durable` waits until they are on disk.
 
-        InvalidTrajectory says what does not fit; a buffer whose writing failed raises that error. With `auto_save` a
-        call waits while `max_pending_bytes` wait to be written.
+        InvalidTrajectory says what does not fit. With `auto_save` a call waits while `max_pending_bytes` wait to be
+        written. After an error of the disk nothing is added until `flush` succeeds. If `durable` meets such an error
+        the trajectories are in the buffer, as the message says: do not add them again.
         """
         self._check_usable(writing=True)
         if durable and self._writer is None:
@@ -51,6 +50,15 @@ class AddingBuffer(BufferBase):
         if durable:
             self._wait_durable(ids[-1])
         return ids
+
+    def _wait_durable(self, last: int) -> None:
+        writer = self._writer
+        assert writer is not None
+        with self._changed:
+            while writer.error is None and writer.durable_id < last:
+                self._changed.wait()
+            if writer.durable_id < last:
+                self._raise_write_error()
 
     def _prepare(self, found: list[Aligned]) -> tuple[Window, list[Prepared]]:
         with self._changed:
@@ -146,9 +154,7 @@ class AddingBuffer(BufferBase):
             Job(self._next_id + k, one if writer is None else one._replace(leaves={}), code, now, *place, size)
             for k, (one, place, size, code) in enumerate(zip(prepared, places, sizes, weights, strict=True))
         ]
-        listing = Listing.joined(
-            [listing_of(job, IN_MEMORY, SegmentRows(job.first_step, job.first_observation), 0) for job in jobs]
-        )
+        listing = Listing.joined([in_memory(job) for job in jobs])
         self._next_id += len(jobs)
         self._added += len(jobs)
         if writer is not None:

@@ -6,19 +6,19 @@ somebody may wait for has happened. Opening, durability and closing are here; ad
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
+import logging
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 
 from forebay.checks import whole_number
-from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, StorageError
+from forebay.errors import BufferClosed, ForebayError, InvalidConfig, InvalidInput, StorageError, StorageVanished
 from forebay.files import FileOps
 from forebay.trajectory.data import Trajectory
 from forebay.trajectory.gather import Gatherer
@@ -35,6 +35,8 @@ from forebay.trajectory.window import Limits, Window
 from forebay.trajectory.writer import Job, Writer
 
 __all__ = ["BufferBase"]
+
+_log = logging.getLogger(__name__)
 
 _PENDING_BYTES = 256 * 2**20
 
@@ -97,7 +99,6 @@ class BufferBase:
         self._generator = keyed_random(self.seed, self.rank)
         if auto_save or read_only:
             self._open_store(Path(auto_save_path) / f"rank_{rank}")
-        _close_at_exit(self)
 
     # --- the store ------------------------------------------------------------------------------------
 
@@ -134,6 +135,8 @@ class BufferBase:
                 self._writer.join()
             store.close(clean=False)
             raise
+        # What waits is written also if nobody closes the buffer: when it is dropped, or when the interpreter ends.
+        self._dropped = weakref.finalize(self, _end_dropped, self._pid, self._changed, self._writer, store)
 
     def _fill_window(self, listing: Listing) -> None:
         """Show the newest of trajectories that are in files: their segments are mapped."""
@@ -206,34 +209,28 @@ class BufferBase:
         return self._writer.durable_id
 
     def flush(self) -> None:
-        """Wait until everything that was added is on disk."""
-        self._check_usable()
+        """Wait until everything that was added is on disk; after an error, try again."""
         with self._changed:
-            last = self._next_id - 1
-        self._wait_durable(last)
-
-    def _wait_durable(self, last: int) -> None:
-        writer = self._writer
-        if writer is None:
-            return
-        with self._changed:
-            while writer.error is None and ((writer.durable_id < last and writer.pending_bytes) or writer.floor_waits):
+            self._check_usable()
+            writer = self._writer
+            if writer is None:
+                return
+            wanted = writer.ask()
+            while writer.rounds < wanted:
                 self._changed.wait()
-        self._raise_write_error()
+            self._raise_write_error()
 
     def _raise_write_error(self) -> None:
-        error = None if self._writer is None else self._writer.error
-        if error is not None:
-            raise StorageError(
-                f"trajectories can no longer be written: {error}. What was added can still be sampled; make room, and "
-                "open the directory again"
-            ) from error
+        writer = self._writer
+        if writer is None or writer.error is None:
+            return
+        raise _write_error(writer.error, [job.id for job in writer.pending], closed=self._closed) from writer.error
 
     # --- what is there ---
 
     def trajectory(self, trajectory_id: int) -> Trajectory:
         """One trajectory of the window, as numpy arrays `[T, B, ...]`."""
-        self._check_usable()
+        self._check_usable(saving=True)
         with self._changed:
             window = self._window
             ids = np.empty(0, np.int64) if window is None else window.index.rows["id"]
@@ -272,21 +269,20 @@ class BufferBase:
                 self._window.drop_resident()
 
     def close(self) -> None:
-        """Write what waits, and end. Everything but `close` raises BufferClosed afterwards."""
+        """Write what waits, and end. Everything but `close` raises BufferClosed afterwards.
+
+        If not everything can be written, `save_checkpoint` and `trajectory` still work: memory has the only copy.
+        """
         if self._pid != os.getpid():
             return
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-            writer = self._writer
-            if writer is not None:
-                writer.stop()
             self._changed.notify_all()
-        if writer is not None:
-            writer.join()
         if self._store is not None:
-            self._store.close(clean=writer is not None and writer.error is None)
+            self._dropped.detach()
+            _end(self._changed, self._writer, self._store)
         self._raise_write_error()
 
     def __enter__(self) -> Self:
@@ -295,13 +291,13 @@ class BufferBase:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_usable(self, *, writing: bool = False) -> None:
+    def _check_usable(self, *, writing: bool = False, saving: bool = False) -> None:
         if self._pid != os.getpid():
             raise BufferClosed(
                 f"this buffer belongs to process {self._pid} and was used after a fork; build one in this process "
                 "(with read_only=True for a directory that is written elsewhere)"
             )
-        if self._closed:
+        if self._closed and not (saving and self._writer is not None and self._writer.error is not None):
             raise BufferClosed("the trajectory buffer was closed")
         if writing and self.read_only:
             raise InvalidInput("this buffer was opened with read_only=True; nothing can be changed in it")
@@ -340,17 +336,47 @@ def _torch(arrays: str | None) -> Any | None:
     return torch
 
 
-def _close_at_exit(buffer: BufferBase) -> None:
-    """What waits to be written when the interpreter ends is still written."""
-    reference = weakref.ref(buffer)
+# --- the end ---
 
-    def close() -> None:
-        found = reference()
-        if found is not None:
-            found.close()
 
-    atexit.register(close)
-    weakref.finalize(buffer, atexit.unregister, close).atexit = False
+def _write_error(error: ForebayError, pending: Sequence[int], *, closed: bool) -> StorageError:
+    """What a caller is told who writes after an error: what failed, what is not on disk, what to do."""
+    vanished = isinstance(error, StorageVanished)
+    kept = f"Only memory has {_named(pending)}: do not add them again" if pending else "No trajectory waits"
+    retry = "" if closed else f"{'Put the files back' if vanished else 'Make room'} and call flush(); or "
+    save = f"{'C' if closed else 'c'}all save_checkpoint() with another directory, which saves what is in memory"
+    message = f"trajectories cannot be written: {error}. {kept}. {retry}{save}"
+    return (StorageVanished if vanished else StorageError)(message)
+
+
+def _named(ids: Sequence[int]) -> str:
+    return f"trajectory {ids[0]}" if len(ids) == 1 else f"trajectories {ids[0]} to {ids[-1]}"
+
+
+def _end(changed: threading.Condition, writer: Writer | None, store: Store) -> None:
+    """Write what waits and let others write; the writer has the error if there is one."""
+    if writer is not None:
+        with changed:
+            writer.stop()
+        writer.join()
+    store.close(clean=writer is not None and writer.error is None)
+
+
+def _end_dropped(pid: int, changed: threading.Condition, writer: Writer | None, store: Store) -> None:
+    """End what a buffer leaves that was dropped without being closed. Runs wherever the last reference ends."""
+    if pid != os.getpid():
+        return
+    if writer is not None and writer.is_current_thread:  # it held the last reference, for a moment
+        threading.Thread(target=_end_dropped, args=(pid, changed, writer, store), daemon=False).start()
+        return
+    try:
+        _end(changed, writer, store)
+        error = None if writer is None else writer.error
+    except StorageError as raised:
+        error = raised
+    if error is not None:
+        lost = "nothing" if writer is None or not writer.pending else _named([job.id for job in writer.pending])
+        _log.warning("a trajectory buffer ended without being closed, and lost %s: %s", lost, error)
 
 
 def _absolute(listing: Listing, segments: Mapping[int, Segment]) -> Listing:

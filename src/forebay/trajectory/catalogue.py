@@ -71,7 +71,7 @@ class Catalogue:
 
     def __init__(self, path: Path, *, read_only: bool, may_create: bool = False) -> None:
         """`may_create`: there is nothing that it would be the catalogue of."""
-        self.path = path
+        self.path, self.log_path = path, path.with_name(f"{path.name}-wal")
         try:
             self._open("mode=ro" if read_only else "mode=rwc", read_only, may_create)
         except StorageError:
@@ -92,7 +92,7 @@ class Catalogue:
             raise
 
     def _may_be_written(self) -> bool:
-        log = self.path.with_name(f"{self.path.name}-wal")
+        log = self.log_path
         return os.access(self.path.parent, os.W_OK) or (log.exists() and log.stat().st_size > 0)
 
     def _prepare(self, read_only: bool, may_create: bool) -> None:

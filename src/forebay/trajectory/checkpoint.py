@@ -50,6 +50,7 @@ from forebay.trajectory.segments import (
     Segment,
     checksum,
     file_names,
+    file_sizes,
     new_name,
     open_files,
     row_bytes,
@@ -247,12 +248,11 @@ def _bring(writer: DirectoryWriter, segment: Segment, layout: Layout, files: Fil
     if all(writer.link(segment.directory / name, name) for name in names):
         return segment.name
     copy = new_name()
-    strips = (*layout.steps, *layout.observations)
-    counts = [segment.rows.steps] * len(layout.steps) + [segment.rows.observations] * len(layout.observations)
+    sizes = file_sizes(segment.rows, layout)
     with open_files(segment.directory, names, files) as opened:
-        for (source, _), strip, count, name in zip(opened, strips, counts, file_names(copy, layout), strict=True):
+        for (source, _), size, name in zip(opened, sizes, file_names(copy, layout), strict=True):
             descriptor = writer.create(name)
-            size, at = strip.row_bytes * count, 0
+            at = 0
             while at < size:
                 with doing("read", segment.directory):
                     data = files.read(source, min(_COPY_BYTES, size - at), at)

@@ -76,6 +76,14 @@ class SegmentRows(NamedTuple):
     steps: int
     observations: int
 
+    @classmethod
+    def used_by(cls, rows: np.ndarray[Any, Any]) -> SegmentRows:
+        """As many as these trajectories of one segment reach."""
+        return cls(
+            int((rows["first_step"] + rows["steps"] * rows["envs"]).max(initial=0)),
+            int((rows["first_observation"] + rows["observations"]).max(initial=0)),
+        )
+
 
 class Listing(NamedTuple):
     """Trajectories in the order of their ids; their runs and chains one after another, `[k, 2]` of start and length."""

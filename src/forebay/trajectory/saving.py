@@ -6,6 +6,7 @@ and found whole. What a checkpoint looks like is in `checkpoint`, which trajecto
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.errors import CheckpointError, InvalidInput
+from forebay.errors import CheckpointError, InvalidInput, StorageError, StorageVanished
 from forebay.files import FileOps
 from forebay.trajectory.adding import AddingBuffer
 from forebay.trajectory.checkpoint import MAIN, PartSource, write_checkpoint
@@ -24,11 +25,13 @@ from forebay.trajectory.rlinf import export_rlinf, find_rlinf, open_rlinf
 from forebay.trajectory.schema import Layout
 from forebay.trajectory.segments import MissingFile, Segment
 from forebay.trajectory.space import Space
+from forebay.trajectory.store import Store
 from forebay.trajectory.window import IN_MEMORY
+from forebay.trajectory.writer import Writer, in_memory
 
 __all__ = ["SavingBuffer"]
 
-_PENDING_BYTES = 256 * 2**20
+_log = logging.getLogger(__name__)
 
 
 class SavingBuffer(AddingBuffer):
@@ -44,6 +47,8 @@ class SavingBuffer(AddingBuffer):
         extra: dict[str, Any] | None = None,
     ) -> None:
         """Save everything that is kept to `path`/rank_<rank>, all of it or nothing; also while others add and sample.
+
+        It needs no room in the store: what is not on disk yet is written from memory, also after an error of the disk.
 
         `parts` are other buffers (of demonstrations, say) that belong to the same checkpoint, by name; `extra` is plain
         JSON that `load_checkpoint` returns. With `trajectory_format="pt"` it is written to `path` itself, as RLinf
@@ -70,10 +75,9 @@ class SavingBuffer(AddingBuffer):
     @contextmanager
     def _to_save(self) -> Iterator[PartSource]:
         """What is kept, held still: rows are not used again, and files not removed, until this ends."""
-        self._check_usable()
-        self.flush()
         writer = self._writer
         with self._changed:
+            self._check_usable(saving=True)
             if writer is not None:
                 writer.holds += 1
         window, pin = None, -1
@@ -84,20 +88,24 @@ class SavingBuffer(AddingBuffer):
                 window = self._window
                 segments = dict(self._segments)
                 listing = Listing.empty()
+                random, next_id, floor_id = random_state(self._generator), self._next_id, self._content_floor
                 if window is not None:
                     pin = window.pins.pin()
                     listing = _relative(window.index.listing(), segments, window.space.layout)
-                random, next_id, floor_id = random_state(self._generator), self._next_id, self._content_floor
-            if self._store is not None and writer is not None:
-                # What is older than the window is durable, or about to be. The catalogue is read without the lock:
+                if writer is not None:
+                    waiting = [in_memory(job) for job in writer.pending if job.id >= floor_id]
+                    listing = _with_older(Listing.joined(waiting), listing)
+            if writer is not None and self._store is not None and window is not None:
+                # What is older than the window was durable then, or waited. The catalogue is read without the lock:
                 # nothing that it lists now goes away.
-                self._wait_durable(int(listing.rows["id"][0]) - 1 if len(listing) else next_id - 1)
-                durable = self._store.committed()
+                durable = self._listed(self._store, writer)
                 ids = durable.rows["id"]
                 with self._changed:
                     segments.update(self._segments)
                     durable = durable.chosen(np.flatnonzero((ids >= floor_id) & (ids < next_id)))
-                    listing = _with_older(listing, _unsealed_as_memory(durable, segments))
+                    listing = _with_older(listing, _as_far_as_there(durable, segments, window.space.layout))
+                if missing := np.setdiff1d(durable.rows["id"], listing.rows["id"]).tolist():
+                    _log.warning("%d trajectories lost their files and are not saved: %s", len(missing), missing[:20])
             yield PartSource(
                 None if window is None else window.space.layout,
                 list(self._texts.known),
@@ -116,6 +124,20 @@ class SavingBuffer(AddingBuffer):
                 if writer is not None:
                     writer.holds -= 1
                     self._changed.notify_all()
+
+    def _listed(self, store: Store, writer: Writer) -> Listing:
+        """What the store lists; nothing, with a warning, if it may not be this buffer's or cannot be read any more."""
+        problem = "the buffer is closed"
+        if not self._closed:
+            try:
+                store.check_in_place()
+                return store.committed()
+            except StorageError as error:
+                if writer.error is None and not isinstance(error, StorageVanished):
+                    raise
+                problem = str(error)
+        _log.warning("only trajectories of the window, and those that are not on disk, are saved: %s", problem)
+        return Listing.empty()
 
     def _export(self, path: Path) -> None:
         with self._changed:
@@ -245,28 +267,30 @@ class SavingBuffer(AddingBuffer):
 def _relative(listing: Listing, segments: Mapping[int, Segment], layout: Layout) -> Listing:
     """The same with rows counted inside their segments.
 
-    What is in a segment that still grows, or whose files were removed by who owns them, counts as memory.
+    What is in a segment that still grows, or whose files were removed by who owns them, counts as memory; and so does
+    what has no checksum yet, which only the catalogue knows.
     """
     rows = listing.rows.copy()
     for number in np.unique(rows["segment"]).tolist():
         theirs = listing.rows["segment"] == number
         if number == IN_MEMORY:
             continue
+        linked = theirs & (rows["crc"] != 0)
         if not segments[number].sealed or not segments[number].has_files(layout):
-            rows["segment"][theirs] = IN_MEMORY
-            continue
-        rows["first_step"][theirs] -= segments[number].first_step
-        rows["first_observation"][theirs] -= segments[number].first_observation
+            linked[:] = False
+        rows["segment"][theirs & ~linked] = IN_MEMORY
+        rows["first_step"][linked] -= segments[number].first_step
+        rows["first_observation"][linked] -= segments[number].first_observation
     return Listing(rows, listing.runs, listing.chains)
 
 
-def _unsealed_as_memory(listing: Listing, segments: Mapping[int, Segment]) -> Listing:
+def _as_far_as_there(listing: Listing, segments: Mapping[int, Segment], layout: Layout) -> Listing:
     """What a catalogue lists, as far as it is there; rows of a segment that still grows by where it is mapped."""
     rows = listing.rows.copy()
     keep = np.zeros(len(rows), bool)
     for number in np.unique(rows["segment"]).tolist():
         segment = segments.get(number)
-        if segment is None:
+        if segment is None or (segment.sealed and not segment.has_files(layout)):
             continue
         theirs = listing.rows["segment"] == number
         keep |= (

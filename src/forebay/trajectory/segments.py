@@ -33,6 +33,7 @@ __all__ = [
     "checksum",
     "doing",
     "file_names",
+    "file_sizes",
     "new_name",
     "open_files",
     "rows_in_files",
@@ -124,6 +125,13 @@ def _open(files: FileOps, path: Path) -> tuple[int, int]:
         raise MissingFile(path) from None
     except NotAPlainFile:
         raise DamagedData(f"{path} is a symbolic link or a directory; expected a plain file") from None
+
+
+def file_sizes(rows: SegmentRows, layout: Layout) -> list[int]:
+    """How many bytes each file of a segment with these rows has."""
+    return [strip.row_bytes * rows.steps for strip in layout.steps] + [
+        strip.row_bytes * rows.observations for strip in layout.observations
+    ]
 
 
 def rows_in_files(sizes: Sequence[int], layout: Layout) -> SegmentRows:

@@ -12,6 +12,7 @@ catalogue's row is the commit point, and it is written after the rows are synced
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.errors import DamagedData, InvalidConfig, StorageError
+from forebay.errors import DamagedData, InvalidConfig, StorageError, StorageVanished
 from forebay.files import FileOps
 from forebay.publish import MANIFEST
 from forebay.storage.sqlite.place import ProcessLock, check_file_system
@@ -57,6 +58,7 @@ class Store:
         self.read_only = read_only
         self.files = files or FileOps()
         self._lock: ProcessLock | None = None
+        self._identities: dict[Path, tuple[int, int]] = {}
         if (self.directory / MANIFEST).exists():
             raise InvalidConfig(
                 f"{self.directory} is a checkpoint, which is never written to; load it with load_checkpoint()"
@@ -115,13 +117,32 @@ class Store:
         listing.check({number: segment.rows for number, segment in segments.items()}, self.layout, len(self.texts))
         if not clean:
             listing = self._without_torn_rows(listing, segments, space)
+        for number, segment in segments.items():
+            if not segment.sealed:  # its writer may cut off what is behind the last trajectory
+                segment.rows = SegmentRows.used_by(listing.rows[listing.rows["segment"] == number])
         self._begin(segments)
         return listing, segments
 
     def _begin(self, segments: dict[int, Segment]) -> None:
         if not self.read_only:
             self._sweep(segments)
-            self.catalogue.set_meta(clean=0)
+            self.catalogue.set_meta(clean=0)  # from here on SQLite has its write-ahead log
+            for path in (self.catalogue.path, self.catalogue.log_path):
+                with doing("check", path):
+                    identity = self.files.identity(path)
+                if identity is not None:
+                    self._identities[path] = identity
+
+    def check_in_place(self, opened: Mapping[Path, tuple[int, int] | None] | None = None) -> None:
+        """StorageVanished unless the catalogue, and files that are open, still have their names."""
+        for path, identity in {**self._identities, **(opened or {})}.items():
+            with doing("check", path):
+                found = self.files.identity(path)
+            if found is None or found != identity:
+                raise StorageVanished(
+                    f"{path} {'is missing' if found is None else 'is another file now'}: it was deleted, moved or "
+                    "replaced while the store was open"
+                )
 
     def committed(self) -> Listing:
         """What is durable now; read apart from the connection that writes."""

@@ -1,31 +1,41 @@
 """The thread that makes trajectories durable: rows, syncs, then the catalogue's row, for all that waits at once.
 
-A trajectory waits here as rows in memory that stay where they are until it is durable. An error is kept and raised to
-everybody who asks from then on; nothing that waits is dropped, and nothing is tried twice. Everything here runs in the
-writer's thread, except where a method says so.
+A trajectory waits here as rows in memory that stay where they are until it is durable. A commit that fails is undone:
+nothing that waits is dropped, and nothing that may be half on disk is used again. If fewer trajectories fit, those are
+committed. The error is kept and raised to everybody who adds, until `ask` tries again and succeeds. Everything here
+runs in the writer's thread, except where a method says so.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from forebay.errors import ForebayError, StorageError
+from forebay.errors import ForebayError, StorageError, StorageVanished
 from forebay.trajectory.listing import ROW, Listing, SegmentRows
 from forebay.trajectory.prepare import Prepared
-from forebay.trajectory.segments import Segment, checksum, doing, file_names, new_name, open_files, row_bytes
+from forebay.trajectory.segments import (
+    Segment,
+    checksum,
+    doing,
+    file_names,
+    file_sizes,
+    new_name,
+    open_files,
+    row_bytes,
+)
 from forebay.trajectory.space import Space
 from forebay.trajectory.store import Store, segment_limit
+from forebay.trajectory.window import IN_MEMORY
 
-__all__ = ["Job", "Writer", "listing_of"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["Job", "Writer", "in_memory", "listing_of"]
 
 
 class Job(NamedTuple):
@@ -66,11 +76,17 @@ def listing_of(job: Job, segment: int, place: SegmentRows, crc: int) -> Listing:
     return Listing(row, prepared.runs, prepared.chains)
 
 
+def in_memory(job: Job) -> Listing:
+    """The row of a trajectory that is not in a file yet."""
+    return listing_of(job, IN_MEMORY, SegmentRows(job.first_step, job.first_observation), 0)
+
+
 class _Open:
     """The segment that is written to."""
 
-    def __init__(self, number: int, segment: Segment, descriptors: list[int], size: int, limit: int) -> None:
-        self.number, self.segment, self.descriptors = number, segment, descriptors
+    def __init__(self, number: int, segment: Segment, files: dict[Path, int], size: int, limit: int) -> None:
+        """`files`: the descriptor of each."""
+        self.number, self.segment, self.files = number, segment, files
         self.bytes, self.limit = size, limit
 
 
@@ -78,7 +94,7 @@ class Writer:
     """Writes what is submitted.
 
     `made_durable` is called under the lock: with jobs, with the number of the segment and the first rows of each, and
-    with the segments that were sealed.
+    with the segments that were sealed. It is a method that is held weakly: the thread does not keep the buffer alive.
     """
 
     def __init__(
@@ -91,7 +107,8 @@ class Writer:
         retained_bytes: int,
         segment_bytes: int | None,
     ) -> None:
-        self._store, self._files, self._changed, self._made_durable = store, store.files, changed, made_durable
+        self._store, self._files, self._changed = store, store.files, changed
+        self._made_durable = weakref.WeakMethod(made_durable)
         self.segments = segments
         self._segment_bytes = segment_bytes
         self._retained_bytes = retained_bytes
@@ -105,12 +122,13 @@ class Writer:
         self._last_id: dict[int, int] = {}
         self._floor_id = self._floor_written = store.floor_id
         self._retain_from = 0
-        self._busy = self._stopping = False
+        self._busy = self._stopping = self._asked = False
+        self._begun = self.rounds = 0
         self.holds = 0  # somebody links files of segments: none may be removed
         self.removing = False  # files are being removed
         self.pending_bytes = 0  # of what waits, and of what is being copied to wait
         self.durable_id = store.next_id - 1
-        self.error: ForebayError | None = None
+        self.error: ForebayError | None = None  # of the last round
         self._thread = threading.Thread(target=self._run, name="forebay-trajectories", daemon=True)
 
     # --- called by the buffer, under the lock
@@ -134,34 +152,27 @@ class Writer:
                         self._store.catalogue.seal_segment(number)
                         self.segments[number].sealed = True
         for number in whole[-1:]:
-            self._continue(number, rows[rows["segment"] == number])
+            self._continue(number)
         self._thread.start()
 
-    def _continue(self, number: int, rows: np.ndarray[Any, Any]) -> None:
+    def _continue(self, number: int) -> None:
         """Open the last segment for more: what is behind its last trajectory was never durable."""
         space, segment = self._space, self.segments[number]
         assert space is not None
-        steps = int((rows["first_step"] + rows["steps"] * rows["envs"]).max(initial=0))
-        observations = int((rows["first_observation"] + rows["observations"]).max(initial=0))
-        counts = [steps] * len(space.layout.steps) + [observations] * len(space.layout.observations)
-        strips = (*space.layout.steps, *space.layout.observations)
-        descriptors: list[int] = []
+        sizes = file_sizes(segment.rows, space.layout)
+        files: dict[Path, int] = {}
         try:
-            for name, strip, count in zip(file_names(segment.name, space.layout), strips, counts, strict=True):
+            for name, size in zip(file_names(segment.name, space.layout), sizes, strict=True):
                 path = segment.directory / name
                 with doing("open", path):
-                    descriptors.append(self._files.append(path, count * strip.row_bytes))
-            size = sum(count * strip.row_bytes for strip, count in zip(strips, counts, strict=True))
+                    files[path] = self._files.append(path, size)
             limit = self._segment_bytes or segment_limit(self._retained_bytes)
-            segment.rows = SegmentRows(steps, observations)
             with open_files(segment.directory, file_names(segment.name, space.layout), self._files) as readers:
-                segment.map(space, [reader for reader, _ in readers], _capacity(space, limit, steps, observations))
+                segment.map(space, [reader for reader, _ in readers], _capacity(space, limit, *segment.rows))
         except BaseException:
-            for descriptor in descriptors:
-                with suppress(OSError):
-                    self._files.close(descriptor)
+            self._close(files)
             raise
-        self._open = _Open(number, segment, descriptors, size, limit)
+        self._open = _Open(number, segment, files, sum(sizes), limit)
 
     def set_space(self, space: Space) -> None:
         self._space = space
@@ -189,11 +200,30 @@ class Writer:
     def idle(self) -> bool:
         return not self._jobs and not self._busy and not self.floor_waits and not self._removable()
 
-    def stop(self) -> None:
-        self._stopping = True
+    @property
+    def pending(self) -> list[Job]:
+        """What is not durable, by id; its rows are in memory."""
+        return list(self._jobs)
+
+    def ask(self) -> int:
+        """Try to write, also after an error. When so many `rounds` ended, what is submitted now is durable, or failed.
+
+        A round that has nothing to write checks that the files are still in their place.
+        """
+        self._asked = True
         self._changed.notify_all()
+        return self._begun + 1
+
+    def stop(self) -> None:
+        """Write what waits, or fail to, and end."""
+        self._stopping = True
+        self.ask()
 
     # --- called by the buffer, without the lock
+
+    @property
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def join(self) -> None:
         if self._thread.ident is not None:
@@ -202,56 +232,119 @@ class Writer:
             self._full.append(self._open)
             self._open = None
         self._close_full()
-        del self._made_durable  # so that the buffer, and its range of addresses, end with their last user
 
     def _close_full(self) -> None:
         while self._full:
-            for descriptor in self._full.pop().descriptors:
-                with suppress(OSError):
-                    self._files.close(descriptor)
+            self._close(self._full.pop().files)
+
+    def _close(self, files: dict[Path, int]) -> None:
+        for descriptor in files.values():
+            with suppress(OSError):
+                self._files.close(descriptor)
 
     # --- the thread
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._busy = False
-                self._changed.notify_all()
-                while self.idle and not self._stopping:
+                while not self._asked and (self.idle or self.error is not None):
+                    if self._stopping:
+                        return
                     self._changed.wait()
-                if self.idle:
-                    return
-                self._busy = True
-                jobs = list(self._jobs)
-                self._jobs.clear()
-                removable, floor_id = self._removable(), self._floor_id
+                self._asked, self._busy = False, True
+                self._begun += 1
+                jobs, removable, floor_id = list(self._jobs), self._removable(), self._floor_id
                 self.removing = bool(removable)
+            error: ForebayError | None = None
             try:
-                places, sealed = self._commit(jobs, removable, floor_id)
-                with self._changed:
-                    self._floor_written = floor_id
-                    self._forget(removable)
-                    self.removing = False
-                    self.pending_bytes -= sum(job.bytes for job in jobs)
-                    for segment in sealed:  # not before: what just became durable is going to be read from it
-                        segment.sealed = True
-                    if jobs:
-                        self.durable_id = jobs[-1].id
-                        self._made_durable(jobs, places, sealed)
-                    self._changed.notify_all()
-            except BaseException as error:
-                with self._changed:
-                    self.error = _as_error(error)
-                    self._busy = self.removing = False
-                    self._jobs.extendleft(reversed(jobs))
-                    self._changed.notify_all()
+                self._write_all(jobs, removable, floor_id)
+            except BaseException as raised:
+                error = _as_error(raised)
+            with self._changed:
+                self.error = error
+                self._busy = self.removing = False
+                self.rounds += 1
+                self._changed.notify_all()
+
+    def _write_all(self, jobs: list[Job], removable: list[int], floor_id: int) -> None:
+        """Commit all of it at once; if that fails, whatever fits, in order."""
+        most = len(jobs)
+        while True:
+            part = jobs[:most]
+            try:
+                places, sealed = self._commit(part, removable, floor_id)
+            except StorageVanished:
+                raise
+            except StorageError:
+                if not part or (len(part) == 1 and not removable):
+                    raise
+                most = 0 if removable else len(part) // 2  # removing alone may make room
+                continue
+            self._committed(part, places, sealed, removable, floor_id)
+            jobs, removable = jobs[len(part) :], []
+            if not jobs:
                 return
+            most = most or len(jobs)
+
+    def _committed(
+        self,
+        jobs: list[Job],
+        places: list[tuple[int, SegmentRows]],
+        sealed: list[Segment],
+        removed: list[int],
+        floor_id: int,
+    ) -> None:
+        with self._changed:
+            self._floor_written = floor_id
+            self._forget(removed)
+            self.removing = False
+            for segment in sealed:  # not before: what just became durable is going to be read from it
+                segment.sealed = True
+            for job in jobs:
+                self.pending_bytes -= job.bytes
+                self.durable_id = job.id
+                self._jobs.popleft()
+            made_durable = self._made_durable()
+            if (jobs or sealed) and made_durable is not None:
+                made_durable(jobs, places, sealed)
+            self._changed.notify_all()
 
     def _commit(
         self, jobs: list[Job], removable: list[int], floor_id: int
     ) -> tuple[list[tuple[int, SegmentRows]], list[Segment]]:
+        """All of it or nothing."""
+        self._check_in_place()
+        if not jobs and not removable and floor_id == self._floor_written:
+            return [], []
+        opened, new = self._open, list[_Open]()
+        before = None if opened is None else (opened.segment.rows, opened.bytes)
+        try:
+            places = self._write_and_list(jobs, removable, floor_id, new)
+        except BaseException:
+            for made in new:
+                self._discard(made)
+            self._full = [one for one in self._full if one not in new]
+            self._open = None
+            if opened is not None and before is not None:
+                # A sync that failed says nothing about a second one: other files are written next time.
+                opened.segment.rows, opened.bytes = before
+                self._cut_off(opened)
+                if opened not in self._full:
+                    self._full.append(opened)
+            raise
+        for job, (number, _) in zip(jobs, places, strict=True):
+            self._last_id[number] = job.id
+        self._retained_bytes += sum(job.bytes for job in jobs)
+        sealed = [opened.segment for opened in self._full]
+        self._close_full()
+        for number in removable:
+            self._retained_bytes -= self._remove_files(self.segments[number])
+        return places, sealed
+
+    def _write_and_list(
+        self, jobs: list[Job], removable: list[int], floor_id: int, new: list[_Open]
+    ) -> list[tuple[int, SegmentRows]]:
         texts = self._texts[self._texts_written :]
-        new: list[_Open] = []
         places: list[tuple[int, SegmentRows]] = []
         rows: list[Listing] = []
         grouped: dict[int, tuple[_Open, list[Job]]] = {}
@@ -273,10 +366,9 @@ class Writer:
                 self._space, job.first_step, job.prepared.rows, job.first_observation, job.prepared.observations
             )
             rows.append(listing_of(job, number, place, crc))
-            self._last_id[number] = job.id
         for opened, _ in grouped.values():
-            for descriptor in opened.descriptors:
-                with doing("sync", self._store.directory):
+            for path, descriptor in opened.files.items():
+                with doing("sync", path):
                     self._files.sync(descriptor)
         if new:
             self._sync_directory()
@@ -296,14 +388,16 @@ class Writer:
                 catalogue.add(Listing.joined(rows))
                 catalogue.set_meta(next_id=jobs[-1].id + 1)
             catalogue.set_meta(floor_id=floor_id)
+            self._check_in_place()
         self._texts_written += len(texts)
         self._schema_written = self._schema_written or bool(jobs)
-        self._retained_bytes += sum(job.bytes for job in jobs)
-        sealed = [opened.segment for opened in self._full]
-        self._close_full()
-        for number in removable:
-            self._remove_files(self.segments[number])
-        return places, sealed
+        return places
+
+    def _check_in_place(self) -> None:
+        opened = [*self._full, *([] if self._open is None else [self._open])]
+        with doing("check", self._store.directory):
+            files = {path: self._files.identity(descriptor) for one in opened for path, descriptor in one.files.items()}
+        self._store.check_in_place(files)
 
     def _room_for(self, job: Job, new: list[_Open]) -> _Open:
         opened = self._open
@@ -327,41 +421,57 @@ class Writer:
         limit = max(self._segment_bytes or segment_limit(self._retained_bytes), job.bytes)
         capacity = _capacity(space, limit, job.prepared.rows, job.prepared.observations)
         segment = Segment(self._store.directory, new_name(), SegmentRows(0, 0), sealed=False)
-        descriptors: list[int] = []
+        files: dict[Path, int] = {}
         readers: list[int] = []
         try:
             for name in file_names(segment.name, space.layout):
                 path = self._store.directory / name
                 with doing("create", path):
-                    descriptors.append(self._files.create(path))
+                    files[path] = self._files.create(path)
                     readers.append(self._files.open(path)[0])
             with self._changed:
                 number = max((0, *self.segments)) + 1  # those of checkpoints are negative
                 segment.map(space, readers, capacity)
                 self.segments[number] = segment
         except BaseException:
-            for descriptor in descriptors:
-                with suppress(OSError):
-                    self._files.close(descriptor)
+            self._close(files)
+            self._remove_files(segment)
             raise
         finally:
             for descriptor in readers:
                 with suppress(OSError):
                     self._files.close(descriptor)
-        return _Open(number, segment, descriptors, 0, limit)
+        return _Open(number, segment, files, 0, limit)
+
+    def _discard(self, made: _Open) -> None:
+        """Nobody has seen this segment: it was made for a commit that failed."""
+        assert self._space is not None
+        with self._changed:
+            del self.segments[made.number]
+            made.segment.unmap(self._space)
+        self._close(made.files)
+        self._remove_files(made.segment)
+
+    def _cut_off(self, opened: _Open) -> None:
+        assert self._space is not None
+        for descriptor, size in zip(
+            opened.files.values(), file_sizes(opened.segment.rows, self._space.layout), strict=True
+        ):
+            with suppress(OSError):
+                self._files.truncate(descriptor, size)
 
     def _write(self, opened: _Open, jobs: list[Job]) -> None:
         space = self._space
         assert space is not None
-        parts: list[list[memoryview]] = [[] for _ in opened.descriptors]
+        parts: list[list[memoryview]] = [[] for _ in opened.files]
         steps = len(space.layout.steps)
         for job in jobs:
             for k, part in enumerate(row_bytes(space.steps, job.first_step, job.prepared.rows)):
                 parts[k].append(part)
             for k, part in enumerate(row_bytes(space.observations, job.first_observation, job.prepared.observations)):
                 parts[steps + k].append(part)
-        for descriptor, theirs in zip(opened.descriptors, parts, strict=True):
-            with doing("write", self._store.directory):
+        for (path, descriptor), theirs in zip(opened.files.items(), parts, strict=True):
+            with doing("write", path):
                 self._files.write(descriptor, theirs)
 
     def _sync_directory(self) -> None:
@@ -392,14 +502,17 @@ class Writer:
             self.segments.pop(number)
             self._last_id.pop(number, None)
 
-    def _remove_files(self, segment: Segment) -> None:
+    def _remove_files(self, segment: Segment) -> int:
+        """How many bytes that frees."""
         assert self._space is not None
+        freed = 0
         for name in file_names(segment.name, self._space.layout):
             with suppress(OSError):
                 path = segment.directory / name
                 size = path.stat().st_size
                 self._files.remove(path)
-                self._retained_bytes -= size
+                freed += size
+        return freed
 
 
 def _capacity(space: Space, limit: int, steps: int, observations: int) -> SegmentRows:
@@ -413,7 +526,6 @@ def _capacity(space: Space, limit: int, steps: int, observations: int) -> Segmen
 def _as_error(error: BaseException) -> ForebayError:
     if isinstance(error, ForebayError):
         return error
-    _log.exception("writing trajectories failed", exc_info=error)
     failed = StorageError(f"trajectories cannot be written: {type(error).__name__}: {error}")
     failed.__cause__ = error
     return failed

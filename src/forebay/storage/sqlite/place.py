@@ -79,9 +79,18 @@ def holder_of(path: Path) -> str | None:
     except OSError as error:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
-        return os.read(descriptor, 200).decode(errors="replace") or "another process"
+        return _holder(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _holder(descriptor: int) -> str:
+    found = os.read(descriptor, 200).decode(errors="replace") or "another process"
+    return f"this process ({found})" if found == _this_process() else found
 
 
 class ProcessLock:
@@ -92,7 +101,7 @@ class ProcessLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = os.read(self._file, 200).decode(errors="replace") or "another process"
+            holder = _holder(self._file)
             os.close(self._file)
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
@@ -102,7 +111,7 @@ class ProcessLock:
             ) from None
         try:
             os.ftruncate(self._file, 0)
-            os.write(self._file, f"process {os.getpid()} on {socket.gethostname()}".encode())
+            os.write(self._file, _this_process().encode())
         except BaseException:  # a full disk: the lock must not outlive the attempt
             self.release()
             raise
