@@ -278,7 +278,7 @@ class ReplayBuffer:
             return await resolving
 
     async def position(self, task_name: str) -> tuple[int, bytes | None]:
-        """For samplers: how many groups were drawn for a task, and the state of its iterable loader, if any."""
+        """For samplers: how many groups were drawn for a task, and the state of its data set, if known."""
         await self._session.ready()
         account = await self.storage.account(checked_task(task_name))
         return account.cursor, account.source_state

@@ -279,6 +279,7 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
     shuffle: bool = True
     skip_bad_records: bool = False
     offline: bool = False
+    allow_changed_data: bool = False
     strategy: StrategyConfig = StrategyConfig()
 
     def __post_init__(self) -> None:
@@ -319,6 +320,7 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
                 tokenize=tokenize,
                 skip_bad_records=self.skip_bad_records,
                 offline=self.offline,
+                allow_changed_data=self.allow_changed_data,
             ),
             strategy=self.strategy.build(
                 replay_buffer,

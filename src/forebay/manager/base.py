@@ -234,10 +234,12 @@ class Manager:
         """Take up a checkpoint; returns the model step whose weights belong to it.
 
         Nothing is generated before the weights are there. Tasks may have been added; the groups of removed ones are
-        kept aside in the buffer.
+        kept aside in the buffer. ChangedDataset if a task has another data set than when it was saved (see `Sampler`).
         """
         self._check_open()
-        self._read_saved(await in_thread(lambda: _manifest_of(path)), path)  # before anything is changed
+        saved = await in_thread(lambda: _manifest_of(path))  # looked at before anything is changed
+        self._read_saved(saved, path)
+        await self._compare_data(saved)
         manifest = await self.replay_buffer.resume_with(path)
         model_step, progress, loops = self._read_saved(manifest, path)
         gone = self.progress.load_state(progress)
@@ -254,6 +256,15 @@ class Manager:
         self._set_clock()
         log.info("manager_resumed path=%s model_step=%d next_step=%d", path, model_step, self.steps.train_step)
         return model_step
+
+    async def _compare_data(self, manifest: Manifest) -> None:
+        """ChangedDataset if a task has another data set than when it was saved."""
+        from forebay.codec import decode_account  # imported here, as the buffer does
+
+        for name, task in self.tasks.items():
+            if name in manifest.accounts:
+                account = decode_account(manifest.accounts[name])
+                await task.sampler.compare_data(name, account.cursor, account.source_state)
 
     def _read_saved(self, manifest: Manifest, path: str | os.PathLike[str]) -> tuple[int, object, dict[str, Any]]:
         """The model step, the progress, the states of agent loops; or DamagedData."""
