@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
-from forebay.errors import BufferClosed, DamagedData, InvalidConfig, InvalidInput, ProduceError
+from forebay.errors import BufferClosed, DamagedData, InvalidConfig, InvalidInput, ProduceError, StoreAhead
 from forebay.lease import Lease
 from forebay.ledger import LedgerLine
 from forebay.manager.progress import ProduceProgress
@@ -24,6 +24,7 @@ from forebay.produce.figures import Figures
 from forebay.produce.rules import over_issue
 from forebay.produce.work import Steps
 from forebay.rollout import Status
+from forebay.staleness import staleness
 from forebay.threads import in_thread, see_through
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Manager:
         self.progress = ProduceProgress({name: task.weight for name, task in self.tasks.items()})
         self.steps = Steps(1, 0)
         self._asked = 0  # the last train step that was asked for
+        self._met_store = False
         self._closed = False
         self._seen: dict[str, Figures] = {}
         for name, task in self.tasks.items():
@@ -194,6 +196,43 @@ class Manager:
     def _set_clock(self) -> None:
         """What comes back is judged for the step that is asked for, or for the next one."""
         self.steps.train_step = max(self._asked, self.progress.next_consumer_step)
+
+    # --- the clock of the store -----------------------------------------------------------------------
+
+    async def _store_step(self) -> int:
+        """The latest train step that this manager's tasks were asked for, in this run or an earlier one."""
+        steps = await self.replay_buffer.train_steps()
+        return max((steps.get(name, 0) for name in self.tasks), default=0)
+
+    async def _refuse_store_ahead(self, train_step: int, model_step: int) -> None:
+        """At the first step of a run: StoreAhead if the store was trained further.
+
+        Other processes on the store may be a step ahead of this one; that is no mistake as long as what these weights
+        generate is not too old there on arrival.
+        """
+        if self._met_store:
+            return
+        step = await self._store_step()
+        if step > train_step and (
+            any(self._is_too_old(task, model_step, step) for task in self.tasks.values())
+            or not await self.replay_buffer.others_hold()
+        ):
+            raise StoreAhead(
+                f"train step {train_step} with weights of step {model_step} was asked for, but this store has handed "
+                f"out batches up to train step {step}; nothing was changed. Resume from a checkpoint, which sets the "
+                f"store back to its weights; or go on from here: start at train step {step + 1} with model_step={step} "
+                f"(disaggregated: continue_produce({step})); or begin with a new store"
+            )
+        self._met_store = True
+
+    @staticmethod
+    def _is_too_old(task: Task, model_step: int, train_step: int) -> bool:
+        """Whether what these weights generate for a task is too old for a train step when it arrives."""
+        return (
+            task.weight > 0
+            and staleness(model_step, train_step) >= task.strategy.reach
+            and not task.agent_loop.takes_weights_while_running
+        )
 
     # --- checkpoints ----------------------------------------------------------------------------------
 
