@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from msgspec.structs import replace
 
+from forebay.arguments import checked_task
 from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
 from forebay.dataset import LoaderSource, Source, open_source
@@ -29,6 +30,7 @@ from forebay.errors import (
     ChangedDataset,
     CursorMoved,
     ForebayError,
+    InvalidConfig,
     InvalidDataset,
     InvalidInput,
     InvalidRecord,
@@ -43,7 +45,7 @@ from forebay.record import number_rollouts
 from forebay.rollout import RolloutState, Status, carries_response
 from forebay.threads import Turns, in_thread, see_through
 
-__all__ = ["RETRYABLE", "Sampler", "SamplerWithReplayBuffer"]
+__all__ = ["RETRYABLE", "Sampler", "SamplerWithReplayBuffer", "check_sampler"]
 
 log = logging.getLogger(__name__)
 
@@ -268,6 +270,7 @@ class Sampler(_OverDataset):
 
     async def sample(self, task_name: str) -> list[RolloutState]:
         """The next group of a task."""
+        checked_task(task_name)
         async with self._turns():
             if isinstance(self._prompts.source, LoaderSource) and self._cursors.keys() - {task_name}:
                 raise InvalidInput(
@@ -496,6 +499,21 @@ class SamplerWithReplayBuffer(_OverDataset):
                 await self._return(good + groups[at:], task_name)
                 raise
         return good
+
+
+def check_sampler(sampler: Any) -> None:
+    """InvalidConfig for a class whose own `sample` nobody would call: strategies draw many groups at once."""
+    for kind, used, advice in (
+        (Sampler, Sampler.with_buffer, "with_buffer"),
+        (SamplerWithReplayBuffer, SamplerWithReplayBuffer.draw, "draw and draw_again"),
+    ):
+        own = type(sampler)
+        if isinstance(sampler, kind) and own.sample is not kind.sample and getattr(own, used.__name__) is used:
+            raise InvalidConfig(
+                f"{own.__qualname__} has its own sample(), which strategies do not call: they draw many groups at "
+                f"once; override {advice} instead, or give the order by the data set: an object with __len__ and "
+                "__getitem__ (shuffle=False), or a loader with state_dict"
+            )
 
 
 def _nothing_but_bad(records: int, last: Sequence[RolloutState]) -> InvalidDataset:
