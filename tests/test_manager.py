@@ -16,6 +16,7 @@ from forebay import (
     AgentLoop,
     AgentLoopManager,
     AsyncProduceStrategy,
+    BatchRequest,
     Budgets,
     BufferClosed,
     DisaggregatedAgentLoopManager,
@@ -46,7 +47,7 @@ from forebay.arguments import RESERVED_NAMES
 from forebay.manager.base import Manager
 from forebay.testing import make_group
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, check_ledger, run
-from tests.support import closed_ledger
+from tests.support import closed_ledger, turns
 from tests.test_strategy import PROMPTS, after, answer, at_once, ids, never, now, simulated, sorted_ids
 
 M = TypeVar("M", bound=Manager)
@@ -354,6 +355,32 @@ async def test_a_request_is_for_one_batch() -> None:
     with pytest.raises(InvalidInput, match="asked for already"):
         async with request:
             pass
+
+
+def test_a_request_is_a_coroutine_for_asyncio() -> None:
+    plane = colocated()
+
+    def step(number: int) -> BatchRequest:
+        return plane.manager.produce_batch(1, number, model_step=number - 1)
+
+    async def others() -> None:
+        assert (await asyncio.create_task(step(2))).train_step == 2
+        assert (await asyncio.wait_for(step(3), 60)).train_step == 3
+        assert [batch.train_step for batch in await asyncio.gather(step(4))] == [4]
+        lease = asyncio.create_task(plane.buffer.lease_batch({"math": 1}, train_step=5))
+        await turns()
+        lease.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await lease
+        early = asyncio.create_task(step(5))
+        early.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await early
+        step(5).close()
+        await plane.check_idle()
+
+    assert asyncio.run(step(1)).train_step == 1
+    asyncio.run(others())
 
 
 @simulated

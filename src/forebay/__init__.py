@@ -90,7 +90,15 @@ from forebay.produce import (
     reject_zero_std,
 )
 from forebay.record import Record
-from forebay.rollout import RolloutState, SampleParams, Status, finish_status, group_bytes, group_status
+from forebay.rollout import (
+    RolloutState,
+    SampleParams,
+    Status,
+    finish_status,
+    group_bytes,
+    group_status,
+    version_spans_of,
+)
 from forebay.sampler import Sampler, SamplerWithReplayBuffer
 from forebay.staleness import group_staleness, sample_staleness, stale_threshold, staleness, token_mask
 from forebay.storage.base import Storage
@@ -191,4 +199,5 @@ __all__ = [
     "stale_threshold",
     "staleness",
     "token_mask",
+    "version_spans_of",
 ]
