@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -14,7 +14,9 @@ from forebay.config import (
     AsyncReplayBufferConfig,
     ManagerConfig,
     ReplayBufferConfig,
+    StrategyConfig,
     SyncReplayBufferConfig,
+    TaskConfig,
     build_storage,
 )
 from forebay.errors import InvalidConfig, InvalidInput
@@ -221,7 +223,8 @@ def test_a_manager_is_built_from_a_toml_file(tmp_path: Path, mode: str) -> None:
         ({"tasks": [{"name": "a", "weight": 0}]}, "the weights of all tasks"),
         ({"tasks": [{"name": "a", "weight": -1}]}, "expected a number from 0"),
         ({"tasks": [{"name": "a"}, {"name": "a"}]}, "two tasks are named 'a'"),
-        ({"tasks": [{"name": ""}]}, "expected a text"),
+        ({"tasks": [{"name": ""}]}, "expected a string that is not empty"),
+        ({"tasks": {"name": "manager"}}, "choose another name"),
         ({"tasks": [{"name": "a", "wait": 1}]}, "unknown field `wait`"),
         ({"tasks": [{"name": "a"}], "mode": "both"}, "mode"),
         ({"tasks": [{"name": "a"}], "sync_weights_interval": 0}, "sync_weights_interval"),
@@ -239,7 +242,28 @@ def test_a_manager_that_cannot_work_cannot_be_written_down(content: dict[str, An
 def test_partial_rollout_without_staleness_is_fine_when_weights_are_synced_seldom() -> None:
     strategy = {"enable_partial_rollout": True}
     config = ManagerConfig.from_mapping({"tasks": [{"name": "a", "strategy": strategy}], "sync_weights_interval": 2})
-    assert config.tasks[0].strategy.enable_partial_rollout
+    manager = config.build(FunctionAgentLoop(nothing), datasets={"a": [{"prompt": "why?"}]})
+    assert manager.tasks["a"].strategy.enable_partial_rollout
+
+
+@pytest.mark.parametrize(
+    "config", [ManagerConfig(tasks=TaskConfig(name="a")), ManagerConfig.from_mapping({"tasks": {"name": "a"}})]
+)
+def test_a_manager_of_one_task_needs_no_list(config: ManagerConfig) -> None:
+    manager = config.build(FunctionAgentLoop(nothing), datasets={"a": [{"prompt": "why?"}]})
+    assert list(manager.tasks) == ["a"]
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_strategy_is_built_with_its_stopping_rule(kind: Literal["sync", "async"]) -> None:
+    def stop(available: int, target: int) -> bool:
+        return available < target
+
+    config = ManagerConfig(tasks=TaskConfig(name="a", strategy=StrategyConfig(kind=kind)))
+    manager = config.build(
+        FunctionAgentLoop(nothing), datasets={"a": [{"prompt": "why?"}]}, should_continue_fn={"a": stop}
+    )
+    assert manager.tasks["a"].strategy.should_continue_fn is stop
 
 
 def test_building_a_manager_says_what_is_missing() -> None:

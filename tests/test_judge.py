@@ -104,6 +104,15 @@ def test_what_a_reward_may_not_be_costs_a_try_and_no_work(value: Any) -> None:
         assert all(state.error_msg for state in group)
 
 
+def test_a_reward_function_that_returns_its_samples_is_told_what_to_return() -> None:
+    for problem in (
+        judged(finished(), reward_fn=lambda state: state),
+        judged(finished(), group_reward_fn=lambda members: members),
+    ):
+        assert problem is not None
+        assert "returned a sample; return its score, or None if it set `reward` itself" in problem
+
+
 @pytest.mark.parametrize("value", [[1.0], [1.0] * 3, 5, "ab", {"a": 1, "b": 2}])
 def test_rewards_of_a_group_are_as_many_as_its_members(value: Any) -> None:
     group = finished()

@@ -6,7 +6,7 @@ The tools of the tests of managers stand here, too: `Plane` brings a buffer, tas
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -16,6 +16,7 @@ from forebay import (
     AgentLoop,
     AgentLoopManager,
     AsyncProduceStrategy,
+    BatchRequest,
     Budgets,
     BufferClosed,
     DisaggregatedAgentLoopManager,
@@ -32,17 +33,21 @@ from forebay import (
     ReplayBuffer,
     RolloutState,
     Sampler,
+    SamplerWithReplayBuffer,
+    Status,
     StorageError,
     SyncProduceStrategy,
     Task,
+    TaskConfig,
     TaskResult,
     Timeouts,
     TooManyFailures,
 )
+from forebay.arguments import RESERVED_NAMES
 from forebay.manager.base import Manager
 from forebay.testing import make_group
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, check_ledger, run
-from tests.support import closed_ledger
+from tests.support import closed_ledger, turns
 from tests.test_strategy import PROMPTS, after, answer, at_once, ids, never, now, simulated, sorted_ids
 
 M = TypeVar("M", bound=Manager)
@@ -350,6 +355,32 @@ async def test_a_request_is_for_one_batch() -> None:
     with pytest.raises(InvalidInput, match="asked for already"):
         async with request:
             pass
+
+
+def test_a_request_is_a_coroutine_for_asyncio() -> None:
+    plane = colocated()
+
+    def step(number: int) -> BatchRequest:
+        return plane.manager.produce_batch(1, number, model_step=number - 1)
+
+    async def others() -> None:
+        assert (await asyncio.create_task(step(2))).train_step == 2
+        assert (await asyncio.wait_for(step(3), 60)).train_step == 3
+        assert [batch.train_step for batch in await asyncio.gather(step(4))] == [4]
+        lease = asyncio.create_task(plane.buffer.lease_batch({"math": 1}, train_step=5))
+        await turns()
+        lease.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await lease
+        early = asyncio.create_task(step(5))
+        early.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await early
+        step(5).close()
+        await plane.check_idle()
+
+    assert asyncio.run(step(1)).train_step == 1
+    asyncio.run(others())
 
 
 @simulated
@@ -787,6 +818,53 @@ def test_a_task_needs_a_name(name: Any) -> None:
         make_task(ReplayBuffer(), name)
 
 
+@pytest.mark.parametrize("name", ["manager", "batch", "produce", "groups", "math/tokens"])
+def test_a_task_is_not_named_like_figures(name: str) -> None:
+    async def draw() -> None:
+        await Sampler(PROMPTS).sample(name)
+
+    async def put() -> None:
+        await ReplayBuffer().put(make_group(), name)
+
+    for enters in (
+        lambda: make_task(ReplayBuffer(), name),
+        lambda: TaskConfig(name=name),
+        lambda: ReplayBuffer().set_limits(name, stale_threshold=1),
+        lambda: asyncio.run(draw()),
+        lambda: asyncio.run(put()),
+    ):
+        with pytest.raises(InvalidInput, match=f"task_name is {name!r}, and figures are called so .*another name"):
+            enters()
+
+
+class OwnOrder(Sampler):
+    async def sample(self, task_name: str) -> list[RolloutState]:
+        return await super().sample(task_name)
+
+
+class OwnDraws(SamplerWithReplayBuffer):
+    async def sample(self, task_name: str, statuses: Sequence[Status] = ()) -> list[RolloutState]:
+        return await super().sample(task_name, statuses)
+
+
+class OwnBinding(OwnOrder):
+    def with_buffer(self, replay_buffer: ReplayBuffer) -> SamplerWithReplayBuffer:
+        return super().with_buffer(replay_buffer)
+
+
+@simulated
+async def test_a_sampler_whose_own_sample_nobody_would_call_is_refused() -> None:
+    buffer = ReplayBuffer()
+    for sampler in (OwnOrder(PROMPTS), OwnDraws(PROMPTS, buffer)):
+        with pytest.raises(InvalidConfig, match=r"has its own sample\(\), which strategies do not call"):
+            make_task(buffer, sampler=sampler)
+        with pytest.raises(InvalidConfig, match=r"has its own sample\(\), which strategies do not call"):
+            await SyncProduceStrategy(buffer, progress=NoProgress()).produce_batch(
+                FunctionAgentLoop(at_once), sampler, 1, "math", train_step=1, model_step=0
+            )
+    make_task(buffer, sampler=OwnBinding(PROMPTS))
+
+
 @simulated
 async def test_the_limits_of_a_task_hold_before_it_has_produced_anything() -> None:
     """They were set at the first production: what was handed out before that was as old as an earlier run allowed."""
@@ -820,6 +898,10 @@ async def test_figures_are_flat_and_named_by_task() -> None:
     assert flat["forebay/manager/future_step"] == 2
     assert "forebay/math/tokens/trained" in flat
     assert "forebay/math/produce/group_p99_s" in flat
+    for key in flat:
+        _, first, *rest = key.split("/")
+        assert first in ("math", "code") or first in RESERVED_NAMES, "no task may be called so"
+        assert len(rest) < 2 or rest[0] in RESERVED_NAMES
 
 
 @simulated

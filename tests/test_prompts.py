@@ -139,6 +139,8 @@ def test_without_tokens_there_are_none() -> None:
         ({"prompt": "a", "mm_info": [1]}, "its mm_info is a list; expected a dict"),
         ({"prompt": "a", "session_id": 1.5}, "its session_id is a float; expected a int or a str"),
         ({"prompt": "a", "sample_params": {"temperature": "hot"}}, "its sample_params cannot be read"),
+        ({"prompt": "a", "sample_params": {"n": 4}}, "give the sampler prompt_repeat_k=4"),
+        ({"prompt": "a", "sample_params": {"stops": ["x"]}}, "its sample_params have stops; expected some of"),
         ({"prompt": "a", "extra_fields": [1]}, "cannot be mapped: TypeError"),
         (RolloutState(message=[]), r"its message is \[\]"),
         (RolloutState(message=[TURN], response_ids=[1], logprobs=[0.1, 0.2]), "2 entries in logprobs"),

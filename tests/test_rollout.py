@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import InvalidGroup
+from forebay.errors import InvalidGroup, InvalidInput
 from forebay.rollout import (
     RolloutState,
     SampleParams,
@@ -22,6 +22,7 @@ from forebay.rollout import (
     group_status,
     group_tokens,
     reset_response,
+    version_spans_of,
     versioned_tokens,
 )
 
@@ -348,3 +349,56 @@ def test_the_size_of_a_group_does_not_depend_on_the_order_of_its_members() -> No
     shared, own = [{"content": "x" * 50}], [{"content": "y" * 50}]
     a, b, c = (RolloutState(message=message) for message in (own, shared, shared))
     assert group_bytes([a, b, c]) == group_bytes([b, c, a]) == group_bytes([b, a, c])
+
+
+# --- parameters and tokens ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("max_tokens", 0, "from 1"),
+        ("min_tokens", -1, "from 0"),
+        ("temperature", -0.1, "from 0"),
+        ("temperature", float("nan"), "from 0"),
+        ("temperature", "hot", "from 0"),
+        ("top_p", 1.1, "from 0 to 1"),
+        ("top_k", -2, "from -1"),
+        ("min_p", -0.1, "from 0 to 1"),
+        ("repetition_penalty", -1, "from 0"),
+        ("presence_penalty", 2.5, "from -2 to 2"),
+        ("frequency_penalty", -3, "from -2 to 2"),
+    ],
+)
+def test_parameters_that_no_engine_takes_are_refused_with_their_range(field: str, value: Any, expected: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{field} is {value!r}; expected a number {expected}$"):
+        SampleParams(**{field: value})
+
+
+def test_several_answers_to_one_request_are_refused_because_groups_have_members() -> None:
+    assert SampleParams(n=1).n == 1
+    with pytest.raises(InvalidInput, match=r"n is 4, .* give the sampler prompt_repeat_k=4 instead"):
+        SampleParams(n=4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tokens"),
+    [
+        ({}, 0),
+        ({"prompt_ids": [1, 2]}, 2),
+        ({"prompt_ids": np.array([1, 2]), "response_ids": [3]}, 3),
+        ({"prompt_ids": [1, 2], "input_ids": [1, 2, 3]}, 3),
+        ({"prompt_ids": [1, 2], "response_ids": [3, 4], "input_ids": [1, 2, 3, 4]}, 4),
+    ],
+)
+def test_the_tokens_of_a_sample_are_those_of_prompt_and_response(fields: dict[str, Any], tokens: int) -> None:
+    assert sample(**fields).num_tokens == tokens
+
+
+@given(st.lists(st.integers(0, 3)))
+def test_versions_may_be_given_token_by_token(steps: list[int]) -> None:
+    state = sample(version_spans=version_spans_of(steps))
+    assert state.response_model_steps == steps
+    state.response_model_steps = steps
+    assert state.version_spans == version_spans_of(steps)
+    assert all(one[0] != other[0] for one, other in zip(state.version_spans, state.version_spans[1:], strict=False))

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from forebay import (
     BufferClosed,
+    ChangedDataset,
     DamagedData,
     InvalidDataset,
     InvalidInput,
@@ -305,9 +306,9 @@ class UntouchableMap(Untouchable):
 @pytest.mark.parametrize("kind", [Untouchable, UntouchableMap])
 async def test_nothing_is_touched_before_the_first_sample(kind: type[Untouchable]) -> None:
     sampler = Sampler(kind())
-    assert sampler.state_dict() == {"cursors": {}, "loader": None}
-    sampler.load_state_dict({"cursors": {"math": 5}, "loader": b"of a loader"})
-    assert sampler.state_dict() == {"cursors": {"math": 5}, "loader": b"of a loader"}
+    assert sampler.state_dict() == {"cursors": {}, "source": None}
+    sampler.load_state_dict({"cursors": {"math": 5}, "source": b"of a loader"})
+    assert sampler.state_dict() == {"cursors": {"math": 5}, "source": b"of a loader"}
     async with ReplayBuffer() as buffer:
         sampler.with_buffer(buffer)
         SamplerWithReplayBuffer(kind(), buffer)
@@ -377,7 +378,7 @@ async def test_a_plain_sampler_goes_on_from_its_state(kind: Callable[[int], Any]
     assert ids(drawn) == list(range(18))
 
 
-@pytest.mark.parametrize("state", [None, {}, {"cursors": 5}, {"cursors": {"math": -1}}, {"cursors": {}, "loader": "x"}])
+@pytest.mark.parametrize("state", [None, {}, {"cursors": 5}, {"cursors": {"math": -1}}, {"cursors": {}, "source": "x"}])
 def test_what_is_no_state_of_a_sampler_is_refused(state: Any) -> None:
     with pytest.raises(InvalidInput):
         Sampler(records(2)).load_state_dict(state)
@@ -385,7 +386,7 @@ def test_what_is_no_state_of_a_sampler_is_refused(state: Any) -> None:
 
 async def test_a_damaged_state_of_a_loader_is_refused_when_it_is_needed() -> None:
     sampler = Sampler(Loader(3))
-    sampler.load_state_dict({"cursors": {"math": 5}, "loader": b"no state of ours"})
+    sampler.load_state_dict({"cursors": {"math": 5}, "source": b"no state of ours"})
     with pytest.raises(DamagedData):
         await sampler.sample("math")
 
@@ -393,8 +394,10 @@ async def test_a_damaged_state_of_a_loader_is_refused_when_it_is_needed() -> Non
 async def test_a_loader_cannot_go_on_from_a_map_style_position() -> None:
     buffer = ReplayBuffer()
     await draw(SamplerWithReplayBuffer(records(3), buffer), 2)
-    with pytest.raises(InvalidDataset, match="came from a map-style data set"):
+    with pytest.raises(ChangedDataset, match="kind was map-style, is iterable"):
         await SamplerWithReplayBuffer(Loader(3), buffer).draw(1, "math")
+    with pytest.raises(InvalidDataset, match="came from a map-style data set"):
+        await SamplerWithReplayBuffer(Loader(3), buffer, allow_changed_data=True).draw(1, "math")
 
 
 async def test_a_loader_of_a_plain_sampler_serves_one_task() -> None:

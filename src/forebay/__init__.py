@@ -18,6 +18,7 @@ from forebay.config import (
 from forebay.errors import (
     BufferClosed,
     BufferLost,
+    ChangedDataset,
     CheckpointError,
     CursorMoved,
     DamagedData,
@@ -46,6 +47,7 @@ from forebay.errors import (
     StorageInUse,
     StorageUnavailable,
     StorageVanished,
+    StoreAhead,
     TooManyFailures,
     TooManyRejections,
     TooManyWaits,
@@ -93,7 +95,15 @@ from forebay.produce import (
     reject_zero_std,
 )
 from forebay.record import Record
-from forebay.rollout import RolloutState, SampleParams, Status, finish_status, group_bytes, group_status
+from forebay.rollout import (
+    RolloutState,
+    SampleParams,
+    Status,
+    finish_status,
+    group_bytes,
+    group_status,
+    version_spans_of,
+)
 from forebay.sampler import Sampler, SamplerWithReplayBuffer
 from forebay.staleness import group_staleness, sample_staleness, stale_threshold, staleness, token_mask
 from forebay.storage.base import Storage
@@ -110,6 +120,7 @@ __all__ = [
     "Budgets",
     "BufferClosed",
     "BufferLost",
+    "ChangedDataset",
     "CheckpointError",
     "Column",
     "CursorMoved",
@@ -169,6 +180,7 @@ __all__ = [
     "StorageInUse",
     "StorageUnavailable",
     "StorageVanished",
+    "StoreAhead",
     "StrategyConfig",
     "SyncProduceStrategy",
     "SyncReplayBufferConfig",
@@ -197,4 +209,5 @@ __all__ = [
     "stale_threshold",
     "staleness",
     "token_mask",
+    "version_spans_of",
 ]

@@ -10,6 +10,7 @@ from forebay.errors import InvalidInput
 from forebay.rollout import Status
 
 __all__ = [
+    "RESERVED_NAMES",
     "batch_name",
     "checked_many",
     "checked_mapping",
@@ -24,9 +25,19 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
+RESERVED_NAMES = frozenset(("batch", "buffered", "bytes", "groups", "manager", "produce", "tokens", "waiting"))
+"""What figures are called (`forebay/manager/...`, `forebay/<task>/produce/...`): tasks of these names would mix in."""
+
+
 def checked_task(task_name: str) -> str:
+    """The name of a task; InvalidInput if it is empty, or if its figures would mix with others."""
     if not isinstance(task_name, str) or not task_name:
-        raise InvalidInput(f"task_name is {task_name!r}; expected a text that is not empty")
+        raise InvalidInput(f"task_name is {task_name!r}; expected a string that is not empty")
+    if task_name in RESERVED_NAMES or not RESERVED_NAMES.isdisjoint(task_name.split("/")):
+        raise InvalidInput(
+            f"task_name is {task_name!r}, and figures are called so ({', '.join(sorted(RESERVED_NAMES))}); choose "
+            "another name"
+        )
     return task_name
 
 

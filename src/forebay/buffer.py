@@ -278,7 +278,7 @@ class ReplayBuffer:
             return await resolving
 
     async def position(self, task_name: str) -> tuple[int, bytes | None]:
-        """For samplers: how many groups were drawn for a task, and the state of its iterable loader, if any."""
+        """For samplers: how many groups were drawn for a task, and the state of its data set, if known."""
         await self._session.ready()
         account = await self.storage.account(checked_task(task_name))
         return account.cursor, account.source_state
@@ -331,6 +331,17 @@ class ReplayBuffer:
             return 0
         completed = (await self.storage.available((task_name,), Status.COMPLETED))[task_name]
         return completed + line["leased"] + line["trained"]
+
+    async def train_steps(self) -> dict[str, int]:
+        """The latest train step that each task was judged for, by anybody: the clock of the storage."""
+        await self._session.ready()
+        accounts = await self.storage.accounts()
+        return {name: account.watermark.train_step for name, account in accounts.items() if account.watermark}
+
+    async def others_hold(self) -> bool:
+        """Whether groups are held by other users of the storage (who may be dead since less than their `lease_s`)."""
+        await self._session.ready()
+        return any(holding.owner != self.owner for holding in await self.storage.holdings())
 
     def nudge(self) -> None:
         """Let every wait look again: something that it depends on changed outside the storage."""

@@ -13,13 +13,14 @@ forebay.errors.InvalidConfig: ReplayBufferConfig: Object contains unknown field 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
 
 from forebay.agent_loop.base import AgentLoop
+from forebay.arguments import checked_task
 from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
 from forebay.errors import InvalidConfig, InvalidInput
@@ -214,6 +215,7 @@ class StrategyConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         reward_fn: SampleReward | None = None,
         group_reward_fn: GroupReward | None = None,
         is_valid_sample_fn: Filter | None = None,
+        should_continue_fn: Callable[[int, int], bool] | None = None,
         progress: Progress | None = None,
     ) -> ProduceStrategy:
         """The strategy; the filters named here come before the function given."""
@@ -228,6 +230,7 @@ class StrategyConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tr
                 reward_fn=reward_fn,
                 group_reward_fn=group_reward_fn,
                 is_valid_sample_fn=filters,
+                should_continue_fn=should_continue_fn,
                 timeouts=self.timeouts,
                 budgets=self.budgets,
                 progress=progress,
@@ -245,6 +248,7 @@ class StrategyConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tr
             reward_fn=reward_fn,
             group_reward_fn=group_reward_fn,
             is_valid_sample_fn=filters,
+            should_continue_fn=should_continue_fn,
             timeouts=self.timeouts,
             budgets=self.budgets,
             progress=progress,
@@ -279,11 +283,11 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
     shuffle: bool = True
     skip_bad_records: bool = False
     offline: bool = False
+    allow_changed_data: bool = False
     strategy: StrategyConfig = StrategyConfig()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise InvalidConfig(f"a task is named {self.name!r}; expected a text")
+        checked_task(self.name)
         whole_number("prompt_repeat_k", self.prompt_repeat_k, least=1)
         if self.weight != 0:
             check_weights({self.name: self.weight})
@@ -300,6 +304,7 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
         reward_fn: SampleReward | None = None,
         group_reward_fn: GroupReward | None = None,
         is_valid_sample_fn: Filter | None = None,
+        should_continue_fn: Callable[[int, int], bool] | None = None,
         progress: Progress | None = None,
     ) -> Task:
         """The task, around a buffer."""
@@ -319,6 +324,7 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
                 tokenize=tokenize,
                 skip_bad_records=self.skip_bad_records,
                 offline=self.offline,
+                allow_changed_data=self.allow_changed_data,
             ),
             strategy=self.strategy.build(
                 replay_buffer,
@@ -326,24 +332,25 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
                 reward_fn=reward_fn,
                 group_reward_fn=group_reward_fn,
                 is_valid_sample_fn=is_valid_sample_fn,
+                should_continue_fn=should_continue_fn,
                 progress=progress,
             ),
         )
 
 
 class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A whole plane as plain data: tasks, their buffer, and how they are run.
+    """A whole plane as plain data: tasks (or one), their buffer, and how they are run.
 
     >>> config = ManagerConfig.from_mapping(
     ...     {"mode": "colocated", "tasks": [{"name": "math", "weight": 2, "strategy": {"kind": "sync"}}]}
     ... )
-    >>> config.tasks[0].strategy.kind
-    'sync'
+    >>> config.mode
+    'colocated'
     """
 
     table: ClassVar[str] = "manager"
 
-    tasks: tuple[TaskConfig, ...]
+    tasks: tuple[TaskConfig, ...] | TaskConfig
     mode: Literal["colocated", "disaggregated"] = "disaggregated"
     sync_weights_interval: int = 1
     replay_buffer: ReplayBufferConfig = AsyncReplayBufferConfig()
@@ -352,14 +359,18 @@ class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
         whole_number("sync_weights_interval", self.sync_weights_interval, least=1)
         if self.mode not in ("colocated", "disaggregated"):
             raise InvalidConfig(f"mode is {self.mode!r}; expected 'colocated' or 'disaggregated'")
-        names = [task.name for task in self.tasks]
+        names = [task.name for task in self._task_configs]
         for name in names:
             if names.count(name) > 1:
                 raise InvalidConfig(f"two tasks are named {name!r}; expected names of their own")
         # Not only each strategy by itself, but with this interval.
-        for task in self.tasks:
+        for task in self._task_configs:
             task.strategy.build(ReplayBuffer(), sync_weights_interval=self.sync_weights_interval)
-        check_weights({task.name: task.weight for task in self.tasks})
+        check_weights({task.name: task.weight for task in self._task_configs})
+
+    @property
+    def _task_configs(self) -> tuple[TaskConfig, ...]:
+        return (self.tasks,) if isinstance(self.tasks, TaskConfig) else self.tasks
 
     def build(
         self,
@@ -371,18 +382,29 @@ class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
         reward_fn: SampleReward | Mapping[str, SampleReward] | None = None,
         group_reward_fn: GroupReward | Mapping[str, GroupReward] | None = None,
         is_valid_sample_fn: Filter | Mapping[str, Filter] | None = None,
+        should_continue_fn: Callable[[int, int], bool] | Mapping[str, Callable[[int, int], bool]] | None = None,
         progress: Progress | None = None,
         replay_buffer: ReplayBuffer | None = None,
     ) -> AgentLoopManager | DisaggregatedAgentLoopManager:
         """The manager, its tasks and their buffer. Each part is one for all tasks, or a mapping with one for some."""
         buffer = self.replay_buffer.build() if replay_buffer is None else replay_buffer
-        named = {task.name for task in self.tasks}
-        for part in (agent_loop, datasets, to_rollout_state, tokenize, reward_fn, group_reward_fn, is_valid_sample_fn):
+        configs = self._task_configs
+        named = {task.name for task in configs}
+        for part in (
+            agent_loop,
+            datasets,
+            to_rollout_state,
+            tokenize,
+            reward_fn,
+            group_reward_fn,
+            is_valid_sample_fn,
+            should_continue_fn,
+        ):
             unknown = set(part) - named if isinstance(part, Mapping) else set()
             if unknown:
                 raise InvalidInput(f"parts for tasks {sorted(unknown)}, but there are only {sorted(named)}")
         tasks = []
-        for task in self.tasks:
+        for task in configs:
             loop = _part(agent_loop, task.name)
             if loop is None:
                 raise InvalidConfig(f"task {task.name!r} has no agent loop; give one for it")
@@ -397,6 +419,7 @@ class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
                     reward_fn=_part(reward_fn, task.name),
                     group_reward_fn=_part(group_reward_fn, task.name),
                     is_valid_sample_fn=_part(is_valid_sample_fn, task.name),
+                    should_continue_fn=_part(should_continue_fn, task.name),
                     progress=progress,
                 )
             )

@@ -7,7 +7,8 @@ IterableDataset, anything with `__iter__`) has a position of its own: `state_dic
 them, otherwise it is counted, and read again up to there after a restart: exact if it gives the same records each time
 that it is made, and slow.
 
-Nothing is iterated, indexed or opened before the first record is asked for.
+Nothing is iterated, indexed or opened before the first record is asked for. Each source tells what it is
+(`fingerprint`), so that a position is not applied to another data set.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ import hashlib
 import json
 import logging
 from array import array
-from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from forebay.checks import whole_number
 from forebay.errors import DamagedData, InvalidDataset, InvalidRecord, UnsupportedPayload
+from forebay.fingerprint import SAMPLED_RECORDS, Fingerprint, digest, sampled_positions
 from forebay.rollout import RolloutState
 
 __all__ = ["JSONLDataset", "LoaderSource", "MapSource", "Source", "open_source", "shuffled_index"]
@@ -89,6 +91,12 @@ class Source(Protocol):
     def restore(self, cursor: int, state: bytes | None) -> None:
         """Go on at the cursor, where `state` was the state; nothing happens if it stands there."""
 
+    def fingerprint(self, *, again: bool = False) -> Fingerprint:
+        """What the data set is, as far as it is known; the first call may read records.
+
+        `again`: read them once more, and leave out those that differ each time.
+        """
+
     def __len__(self) -> int: ...
 
 
@@ -100,6 +108,7 @@ class MapSource:
         self._seed = seed
         self._shuffle = shuffle
         self._size: int | None = None
+        self._fingerprint: Fingerprint | None = None
         self.inline = isinstance(dataset, (list, tuple))
 
     def __len__(self) -> int:
@@ -112,6 +121,11 @@ class MapSource:
         return shuffled_index(self._seed, epoch, index, size) if self._shuffle else index
 
     def read(self, cursor: int) -> tuple[int, Any]:
+        self._checked_size()
+        index = self.index(cursor)
+        return index, self._record(index)
+
+    def _checked_size(self) -> int:
         size = len(self._dataset)
         if size <= 0:
             raise InvalidDataset(f"the data set {_name(self._dataset)} is empty; expected at least one record")
@@ -122,13 +136,46 @@ class MapSource:
                 f"the data set {_name(self._dataset)} has {size} records, and had {self._size} when it was first drawn "
                 "from; positions in it no longer mean the same records"
             )
-        index = self.index(cursor)
+        return size
+
+    def _record(self, index: int) -> Any:
         try:
-            return index, self._dataset[index]
+            return self._dataset[index]
         except InvalidDataset:
             raise
         except Exception as error:
             raise InvalidRecord(index, f"cannot be read: {type(error).__name__}: {error}") from error
+
+    def fingerprint(self, *, again: bool = False) -> Fingerprint:
+        before = self._fingerprint
+        if before is None or again:
+            size, own = self._checked_size(), _own_fingerprint(self._dataset)
+            records: list[str | None] = []
+            unverified: list[str] = []
+            for at, index in enumerate(sampled_positions(size) if own is None else ()):
+                hashed, skipped = self._digest(index)
+                if before is not None and hashed != before.records[at]:
+                    hashed, skipped = None, "it differs each time it is read"
+                records.append(hashed)
+                if skipped is not None:
+                    unverified.append(f"record {index}: {skipped}")
+            self._fingerprint = Fingerprint(
+                kind="map-style",
+                length=size,
+                seed=self._seed,
+                shuffle=self._shuffle,
+                own=own,
+                records=tuple(records),
+                unverified=tuple(unverified),
+            )
+        assert self._fingerprint is not None
+        return self._fingerprint
+
+    def _digest(self, index: int) -> tuple[str | None, str | None]:
+        try:
+            return digest(self._record(index))
+        except InvalidRecord as error:
+            return None, f"reading it raised {type(error.__cause__ or error).__name__}"
 
     def state(self) -> bytes | None:
         return None
@@ -159,6 +206,9 @@ class LoaderSource:
         self._last: tuple[Any, bytes | None] | None = None  # the record before the cursor, and the state before it
         self._lost = False  # an error left the loader somewhere
         self._used = False
+        self._state_keys: tuple[str, ...] | None = None
+        self._fixed: Fingerprint | None = None
+        self._first: dict[int, tuple[str | None, str | None]] = {}  # hashes of the first records, as far as they came
 
     def __len__(self) -> int:
         try:
@@ -186,6 +236,7 @@ class LoaderSource:
             raise InvalidDataset(
                 f"the loader {_name(self._loader)} failed at record {cursor}: {type(error).__name__}: {error}"
             ) from error
+        self._note(cursor, record)
         self._last = (record, self._state)
         self._state, self._delivered = state, delivered
         self._cursor += 1
@@ -205,9 +256,7 @@ class LoaderSource:
                 self._iterator = None
                 continue
             self._epoch_is_new = False
-            if isinstance(record, list) and len(record) == 1:
-                return record[0]  # a loader with batch_size=1 and no collation
-            return record
+            return _single(record)
         raise InvalidDataset(f"the loader {_name(self._loader)} gave no record in a whole epoch; it is empty")
 
     def _iterate(self) -> Iterator[Any]:
@@ -219,7 +268,8 @@ class LoaderSource:
     def _pack(self, delivered: int) -> bytes:
         content: dict[str, Any] = {"epoch": self._epoch, "delivered": delivered, "cursor": self._cursor + 1}
         if self._stateful:
-            content["loader"] = self._loader.state_dict()
+            content["loader"] = state = self._loader.state_dict()
+            self._state_keys = tuple(sorted(map(str, state))) if isinstance(state, Mapping) else ()
         try:
             return _pack(content)
         except UnsupportedPayload as error:
@@ -285,16 +335,43 @@ class LoaderSource:
         log.warning("loader_skips_ahead records=%d epoch=%d", self._delivered, self._epoch)
         if not self._used and not callable(getattr(self._loader, "set_epoch", None)):
             # A generator that shuffles is where it was only after all the epochs before this one.
-            for _ in range(self._epoch):
-                deque(self._loader, maxlen=0)
+            for epoch in range(self._epoch):
+                for cursor, record in enumerate(self._loader):
+                    if not epoch:
+                        self._note(cursor, _single(record))
         self._used = True
         self._iterator = self._iterate()
         for skipped in range(self._delivered):
-            if next(self._iterator, self) is self:
+            record = next(self._iterator, self)
+            if record is self:
                 raise InvalidDataset(
                     f"the loader {_name(self._loader)} ended after {skipped} records of epoch {self._epoch}; "
                     f"{self._delivered} had been drawn: it is not the one that was drawn from"
                 )
+            if not self._epoch:
+                self._note(skipped, _single(record))
+
+    def _note(self, cursor: int, record: Any) -> None:
+        if cursor < SAMPLED_RECORDS:
+            self._first[cursor] = digest(record)
+
+    def fingerprint(self, *, again: bool = False) -> Fingerprint:
+        if self._fixed is None:
+            self._fixed = Fingerprint(
+                kind="iterable",
+                length=self._length(),
+                loader=type(self._loader).__qualname__,
+                own=_own_fingerprint(self._loader),
+            )
+        if self._fixed.own is not None:
+            return self._fixed
+        first = [self._first.get(cursor, (None, None)) for cursor in range(max(self._first, default=-1) + 1)]
+        return replace(
+            self._fixed,
+            state_keys=self._state_keys,
+            records=tuple(hashed for hashed, _ in first),
+            unverified=tuple(f"record {cursor}: {skipped}" for cursor, (_, skipped) in enumerate(first) if skipped),
+        )
 
     def _length(self) -> int | None:
         try:
@@ -390,6 +467,22 @@ def open_source(dataset: Any, *, seed: int, shuffle: bool) -> Source:
 
 def _name(dataset: object) -> str:
     return f"{type(dataset).__module__}.{type(dataset).__qualname__}"
+
+
+def _single(record: Any) -> Any:
+    """The record in a batch of one: a loader with batch_size=1 and no collation."""
+    return record[0] if isinstance(record, list) and len(record) == 1 else record
+
+
+def _own_fingerprint(dataset: Any) -> str | None:
+    """The hash of what the `fingerprint()` of a data set returns, if it has one."""
+    own = getattr(dataset, "fingerprint", None)
+    if not callable(own):
+        return None
+    hashed, skipped = digest(own())
+    if skipped is not None:
+        raise InvalidDataset(f"fingerprint() of {_name(dataset)} returned something else than plain data: {skipped}")
+    return hashed
 
 
 # --- files --------------------------------------------------------------------------------------------

@@ -7,7 +7,9 @@
     │   ├── InvalidQuery               a query that names no field, no operator, or a wrong operand
     │   ├── InvalidConfig              settings that contradict each other, or that must deadlock
     │   ├── InvalidDataset             a data set that is empty, changed, or that cannot be drawn from
+    │   │   ├── ChangedDataset         another data set than the one that the store or checkpoint was drawn from
     │   │   └── InvalidRecord          a record of a data set that makes no prompt; has its index
+    │   ├── StoreAhead                 the store was trained further than the run that opens it
     │   ├── NameTaken                  a buffer of this name is there already
     │   ├── InvalidTrajectory          arrays that make no trajectory, or not one of the buffer's schema
     │   └── UnsupportedPayload         a value inside a sample that cannot be stored as plain data
@@ -47,6 +49,7 @@ from __future__ import annotations
 __all__ = [
     "BufferClosed",
     "BufferLost",
+    "ChangedDataset",
     "CheckpointError",
     "CursorMoved",
     "DamagedData",
@@ -75,6 +78,7 @@ __all__ = [
     "StorageInUse",
     "StorageUnavailable",
     "StorageVanished",
+    "StoreAhead",
     "TooManyFailures",
     "TooManyRejections",
     "TooManyWaits",
@@ -114,12 +118,29 @@ class InvalidDataset(InvalidInput):
     """A data set that is empty, has changed, or cannot be drawn from."""
 
 
+class ChangedDataset(InvalidDataset):
+    """A task has another data set than the one it was drawn from before. `changes`: field -> (was, is)."""
+
+    def __init__(self, task_name: str, drawn: int, changes: dict[str, tuple[object, object]]) -> None:
+        listed = "; ".join(f"{field} was {was}, is {now}" for field, (was, now) in changes.items())
+        super().__init__(
+            f"task {task_name!r} has another data set than the one its {drawn} groups were drawn from: {listed}; "
+            "positions in it no longer mean the same records. Use the earlier data set and settings, give the task "
+            "another name, or give its sampler allow_changed_data=True to continue with this one"
+        )
+        self.changes = changes
+
+
 class InvalidRecord(InvalidDataset):
     """A record of a data set makes no prompt. `index` says which one."""
 
     def __init__(self, index: int, problem: str) -> None:
         super().__init__(f"record {index} of the data set {problem}")
         self.index = index
+
+
+class StoreAhead(InvalidInput):
+    """The store handed out batches for later train steps than the one this run starts with. Nothing was changed."""
 
 
 class NameTaken(InvalidInput):

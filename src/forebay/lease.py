@@ -12,20 +12,22 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from types import TracebackType
+from typing import Any, TypeVar
 
 from forebay.arguments import checked_reason
 from forebay.checks import whole_number
 from forebay.errors import BufferClosed, InvalidInput, LostLease
 from forebay.ledger import Event
-from forebay.rollout import RolloutState, group_tokens
+from forebay.rollout import RolloutState
 from forebay.threads import see_through
 
-__all__ = ["Lease", "LeaseRequest", "shard"]
+__all__ = ["Lease", "LeaseRequest", "Request", "shard"]
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Settle = Callable[[str, Sequence[int], Event, str | None], Awaitable[None]]
 
 
@@ -142,7 +144,7 @@ def shard(groups: Sequence[list[RolloutState]], rank: int, world_size: int) -> l
     places = [len(groups) // world_size + (index < len(groups) % world_size) for index in range(world_size)]
     free = [(0, taker) for taker in range(world_size) if places[taker]]  # a heap: the fewest tokens first
     chosen: list[int] = []
-    sizes = [group_tokens(group) + sum(map(_prompt_tokens, group)) for group in groups]
+    sizes = [sum(state.num_tokens for state in group) for group in groups]
     for index in sorted(range(len(groups)), key=lambda index: (-sizes[index], index)):
         load, taker = heapq.heappop(free)
         places[taker] -= 1
@@ -153,33 +155,65 @@ def shard(groups: Sequence[list[RolloutState]], rank: int, world_size: int) -> l
     return [groups[index] for index in sorted(chosen)]
 
 
-def _prompt_tokens(state: RolloutState) -> int:
-    return 0 if state.prompt_ids is None else len(state.prompt_ids)
+class Request(Coroutine[Any, Any, T]):
+    """A batch that was asked for, and is granted when this is awaited or entered with `async with`; once.
 
+    It is a coroutine, so `asyncio.run`, `create_task`, `gather` and `wait_for` take it; one that is never awaited costs
+    nothing. Leaving the `async with` block settles the lease.
+    """
 
-class LeaseRequest:
-    """What `lease_batch` returns: await it for a lease, or enter it as an async context manager."""
-
-    def __init__(self, grant: Callable[[], Awaitable[Lease]]) -> None:
+    def __init__(self, grant: Callable[[], Awaitable[T]]) -> None:
         self._grant = grant
-        self._lease: Lease | None = None
         self._used = False
+        self._running: Coroutine[Any, Any, T] | None = None
+        self._entered: T | None = None
 
-    def __await__(self) -> Generator[object, None, Lease]:
-        return self._granted().__await__()
+    def _lease_of(self, granted: T) -> Lease | None:
+        """The lease that leaving the block settles."""
+        raise NotImplementedError
 
-    async def __aenter__(self) -> Lease:
-        self._lease = await self._granted()
-        return self._lease
+    async def _awaited(self) -> T:
+        """What `await` gives."""
+        return await self._granted()
 
-    async def _granted(self) -> Lease:
+    async def _granted(self) -> T:
         if self._used:
-            raise InvalidInput("this lease was asked for already; call lease_batch again for another one")
+            raise InvalidInput("this batch was asked for already; call again for another one")
         self._used = True
         return await self._grant()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._awaited().__await__()
+
+    def send(self, value: Any) -> Any:
+        return self._started().send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._started().throw(*error)
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.close()
+
+    def _started(self) -> Coroutine[Any, Any, T]:
+        if self._running is None:
+            self._running = self._awaited()
+        return self._running
+
+    async def __aenter__(self) -> T:
+        self._entered = await self._granted()
+        return self._entered
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._lease is not None and self._lease.open:
-            await self._lease.settle_on_exit(error)
+        lease = None if self._entered is None else self._lease_of(self._entered)
+        if lease is not None and lease.open:
+            await lease.settle_on_exit(error)
+
+
+class LeaseRequest(Request[Lease]):
+    """What `lease_batch` returns: await it for a lease, or enter it as an async context manager."""
+
+    def _lease_of(self, granted: Lease) -> Lease | None:
+        return granted

@@ -173,7 +173,7 @@ class Account(msgspec.Struct, kw_only=True):
     reasons: dict[str, int] = msgspec.field(default_factory=dict)
     reset_tokens: int = 0  # tokens thrown away because their member expired
     watermark: Watermark | None = None
-    source_state: bytes | None = None  # of an iterable loader, as of the cursor
+    source_state: bytes | None = None  # of the data set, as of the cursor: `fingerprint.SourceState`
 
     def end(self, end: End, tokens: int, reason: str | None, *, groups: int = 1) -> None:
         """Book groups out. Reasons are kept up to a number of distinct ones: messages may hold anything."""

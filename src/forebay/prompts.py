@@ -97,6 +97,12 @@ def _from_mapping(record: Any) -> RolloutState:
     extra = values.pop("extra_fields", None) or {}
     params = values.pop("sample_params", None)
     if params is not None and not isinstance(params, SampleParams):
+        unknown = set(params) - set(SampleParams.__struct_fields__) if isinstance(params, Mapping) else set()
+        if unknown:
+            raise InvalidInput(
+                f"its sample_params have {', '.join(sorted(map(str, unknown)))}; expected some of "
+                f"{', '.join(SampleParams.__struct_fields__)}"
+            )
         try:
             params = msgspec.convert(params, SampleParams)
         except msgspec.ValidationError as error:

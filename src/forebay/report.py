@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from forebay.fingerprint import unverified_records
 from forebay.ledger import Account, LedgerLine, Place
 from forebay.rollout import Status
 from forebay.storage.base import Holding, Usage
@@ -33,6 +34,7 @@ def figures(
         flat |= {f"{prefix}/buffered/{status}": n for status, n in counts[task_name].items()}
         flat |= {f"{prefix}/tokens/{name}": n for name, n in tokens[task_name].items() if name != "issued"}
         flat[f"{prefix}/tokens/reset"] = accounts[task_name].reset_tokens
+        flat[f"{prefix}/unverified_records"] = unverified_records(accounts[task_name].source_state)
     return flat
 
 

@@ -11,6 +11,7 @@ arrays; what goes in comes out. `version_spans` says which weights generated the
 from __future__ import annotations
 
 import enum
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import msgspec
 from numpy import floating, integer, ndarray
 
-from forebay.errors import InvalidGroup
+from forebay.errors import InvalidGroup, InvalidInput
 from forebay.references import REFERENCE_BYTES, Resolved, is_reference
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "lacks_tokens",
     "reset_response",
     "shares_prompt",
+    "version_spans_of",
     "versioned_tokens",
 ]
 
@@ -69,17 +71,53 @@ class Status(enum.StrEnum):
 
 
 class SampleParams(msgspec.Struct, kw_only=True, frozen=True, gc=False):
-    """How the engine shall sample. None leaves the choice to the engine."""
+    """How the engine shall sample. None leaves the choice to the engine.
+
+    Penalties count what one request generated: those of a partial rollout start again where it continues.
+    """
 
     max_tokens: int | None = None
     min_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
     repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
     seed: int | None = None
+    n: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least, most in _PARAM_RANGES:
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, (int, float)) and least <= value <= most):
+                end = "" if most == math.inf else f" to {most}"
+                raise InvalidInput(f"{name} is {value!r:.80}; expected a number from {least}{end}")
+        if self.n not in (None, 1):
+            raise InvalidInput(
+                f"n is {self.n!r:.80}, but one request makes one sample of a group; give the sampler "
+                f"prompt_repeat_k={self.n!r:.80} instead"
+            )
+
+
+_PARAM_RANGES = (
+    ("max_tokens", 1, math.inf),
+    ("min_tokens", 0, math.inf),
+    ("temperature", 0, math.inf),
+    ("top_p", 0, 1),
+    ("top_k", -1, math.inf),
+    ("min_p", 0, 1),
+    ("repetition_penalty", 0, math.inf),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+)
 
 
 class RolloutState(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
@@ -154,13 +192,28 @@ class RolloutState(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
 
     @response_model_steps.setter
     def response_model_steps(self, steps: Sequence[int]) -> None:
-        spans: list[tuple[int, int]] = []
-        for step in steps:
-            if spans and spans[-1][0] == step:
-                spans[-1] = (spans[-1][0], spans[-1][1] + 1)
-            else:
-                spans.append((int(step), 1))
-        self.version_spans = tuple(spans)
+        self.version_spans = version_spans_of(steps)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and the response; of an agent trace, which has both, those of the trace.
+
+        >>> RolloutState(message=[], prompt_ids=[1, 2], response_ids=[3]).num_tokens
+        3
+        """
+        trace = self.input_ids if self.response_ids is None else None
+        if trace is not None:
+            return len(trace)
+        return versioned_tokens(self) + (0 if self.prompt_ids is None else len(self.prompt_ids))
+
+
+def version_spans_of(steps: Sequence[int]) -> VersionSpans:
+    """The model step of every token as runs, for a constructor: `RolloutState(version_spans=version_spans_of(steps))`.
+
+    >>> version_spans_of([3, 3, 5])
+    ((3, 2), (5, 1))
+    """
+    return tuple((int(step), len(list(run))) for step, run in itertools.groupby(steps))
 
 
 Group: TypeAlias = "tuple[RolloutState, ...]"

@@ -5,6 +5,9 @@ position, in one step. So nothing that was drawn can be skipped by a crash, a re
 several processes can draw from one. Group ids count the groups drawn for a task and never restart. What is handed out
 is the caller's own: its lists and dicts may be changed.
 
+A fingerprint of the data set is kept beside the position. Before anything is drawn it is compared: positions are not
+applied to another data set (`ChangedDataset`), unless `allow_changed_data` says so.
+
 `Sampler` alone is the same without a buffer, with a position of its own (`state_dict`).
 """
 
@@ -16,13 +19,18 @@ import threading
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from msgspec.structs import replace
+
+from forebay.arguments import checked_task
 from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
 from forebay.dataset import LoaderSource, Source, open_source
 from forebay.errors import (
     BufferClosed,
+    ChangedDataset,
     CursorMoved,
     ForebayError,
+    InvalidConfig,
     InvalidDataset,
     InvalidInput,
     InvalidRecord,
@@ -30,13 +38,14 @@ from forebay.errors import (
     UnsupportedPayload,
     WaitTimeout,
 )
+from forebay.fingerprint import Fingerprint, SourceState, differences, pack_state, unpack_state
 from forebay.issued import remember_prompt
 from forebay.prompts import Tokenize, ToRolloutState, as_answer, build_prompt, independent, without_response
 from forebay.record import number_rollouts
 from forebay.rollout import RolloutState, Status, carries_response
 from forebay.threads import DATA, Turns, in_thread, see_through
 
-__all__ = ["RETRYABLE", "Sampler", "SamplerWithReplayBuffer"]
+__all__ = ["RETRYABLE", "Sampler", "SamplerWithReplayBuffer", "check_sampler"]
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +67,7 @@ _BAD = "bad record: "
 
 
 class _Drawn(NamedTuple):
-    """Groups from the data set, the index of each record there, and the loader's state after them."""
+    """Groups from the data set, the index of each record there, and the source's state after them (None: as it was)."""
 
     groups: Groups
     indexes: list[int]
@@ -78,27 +87,32 @@ class _Prompts:
         tokenize: Tokenize | None,
         skip_bad_records: bool,
         offline: bool,
+        allow_changed_data: bool,
     ) -> None:
         self.source: Source = open_source(dataset, seed=seed, shuffle=shuffle)
         self.repeat = whole_number("prompt_repeat_k", prompt_repeat_k, least=1)
         self.skip_bad_records = skip_bad_records
         self.offline = bool(offline)
+        self.allow_changed_data = bool(allow_changed_data)
         self.dropped_responses = 0
         self._to_rollout_state = to_rollout_state
         self._tokenize = tokenize
         # Functions of the user's own may take any time.
         self._inline = self.source.inline and to_rollout_state is None and tokenize is None
         self._reading = threading.Lock()
+        self._compared: bytes | None = None  # a state whose fingerprint was compared with this data set's
+        self._said: set[str] = set()  # warnings that were logged
 
-    async def read(self, cursor: int, n: int, state: bytes | None) -> _Drawn:
-        """The groups from `cursor` on; `state` is the loader's state there. A loader is read one by one."""
-        if self._inline:
-            return self._read(cursor, n, state)
-        return await in_thread(lambda: self._read(cursor, n, state), pool=DATA)
+    async def read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
+        """The groups from `cursor` on; `state` is the source's state there. A loader is read one by one."""
+        if self._inline and state is not None and state == self._compared:
+            return self._read(cursor, n, state, task_name)
+        return await in_thread(lambda: self._read(cursor, n, state, task_name), pool=DATA)
 
-    def _read(self, cursor: int, n: int, state: bytes | None) -> _Drawn:
+    def _read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
         with self._reading:  # samplers of several buffers may share a loader
-            self.source.restore(cursor, state)
+            known = self._known(cursor, state, task_name)
+            self.source.restore(cursor, None if known is None else known.loader)
             indexes, groups = [], []
             for number in range(cursor, cursor + n):
                 try:
@@ -109,7 +123,58 @@ class _Prompts:
                 indexes.append(index)
                 # Members share their prompt, which is stored once; whoever draws them gets lists of its own.
                 groups.append([prompt.__copy__() for _ in range(self.repeat)])
-            return _Drawn(groups, indexes, self.source.state())
+            return _Drawn(groups, indexes, self._state_after(cursor, state, known, task_name))
+
+    async def compare(self, cursor: int, state: bytes | None, task_name: str) -> None:
+        """ChangedDataset if the state belongs to another data set than this one."""
+        if state is not None and state != self._compared:
+            await in_thread(lambda: self._compare(cursor, state, task_name), pool=DATA)
+
+    def _compare(self, cursor: int, state: bytes, task_name: str) -> None:
+        with self._reading:
+            self._known(cursor, state, task_name)
+
+    def _known(self, cursor: int, state: bytes | None, task_name: str) -> SourceState | None:
+        """A source's state after it was compared."""
+        if state is None:
+            return None
+        known = unpack_state(state)
+        if state != self._compared:
+            self._refuse_changes(cursor, known.fingerprint, task_name)
+            self._compared = state
+        return known
+
+    def _refuse_changes(self, cursor: int, known: Fingerprint, task_name: str) -> None:
+        changes = differences(known, self._fingerprint())
+        if any(name.startswith("record ") for name in changes):
+            changes = differences(known, self._fingerprint(again=True))
+        if not changes:
+            return
+        if not self.allow_changed_data:
+            raise ChangedDataset(task_name, cursor, changes)
+        self._say("data_changed task=%s changes=%s: allow_changed_data was given", task_name, changes)
+
+    def _state_after(self, cursor: int, state: bytes | None, known: SourceState | None, task_name: str) -> bytes | None:
+        now = self._fingerprint()
+        if known is not None:
+            # A loader tells more of itself as it is read, and cannot tell again what was drawn before it was resumed.
+            self._refuse_changes(cursor, known.fingerprint, task_name)
+            if not differences(known.fingerprint, now):
+                now = now.completed(known.fingerprint)
+        if now.unverified:
+            self._say("data_unverified task=%s: %s", task_name, "; ".join(now.unverified))
+        packed = pack_state(SourceState(fingerprint=now, loader=self.source.state()))
+        self._compared = packed
+        return None if packed == state else packed
+
+    def _fingerprint(self, *, again: bool = False) -> Fingerprint:
+        return replace(self.source.fingerprint(again=again), group_size=self.repeat)
+
+    def _say(self, text: str, *values: object) -> None:
+        """A warning, once."""
+        if text not in self._said:
+            self._said.add(text)
+            log.warning(text, *values)
 
     def _trusted(self, prompt: RolloutState, index: int) -> RolloutState:
         """The prompt, without a response that nobody generated for it, unless that was asked for."""
@@ -139,7 +204,26 @@ def _is_bad(group: Sequence[RolloutState]) -> bool:
     return not group[0].message and (group[0].error_msg or "").startswith(_BAD)
 
 
-class Sampler:
+class _OverDataset:
+    """What both samplers tell of their data set."""
+
+    _prompts: _Prompts
+
+    def __len__(self) -> int:
+        """Records of the data set."""
+        return len(self._prompts.source)
+
+    @property
+    def dropped_responses(self) -> int:
+        """Records that brought a response along, which was dropped."""
+        return self._prompts.dropped_responses
+
+    async def compare_data(self, task_name: str, cursor: int, source_state: bytes | None) -> None:
+        """ChangedDataset if a position of a task belongs to another data set. Reads records; draws nothing."""
+        await self._prompts.compare(cursor, source_state, task_name)
+
+
+class Sampler(_OverDataset):
     """Draws prompts from a data set; nothing is kept of what was drawn but the position.
 
     `dataset`: a list, a data set (`__len__`, `__getitem__`), a loader (`__iter__`, best with `state_dict`), or the path
@@ -147,6 +231,8 @@ class Sampler:
     fills `prompt_ids`. A record that makes no prompt is an error, or, with `skip_bad_records`, a group that failed.
     A response that a record brings along is dropped and counted (`dropped_responses`), because nobody knows which
     weights made it; `offline=True` takes it as the answer instead: it is judged, and trained on, and nothing generated.
+    Stores and checkpoints keep a fingerprint of the data set; drawing on from them with another one is refused
+    (`ChangedDataset`) unless `allow_changed_data=True`, which continues and keeps the new fingerprint.
     Give it to a strategy, and it draws through the strategy's buffer (`with_buffer`).
     """
 
@@ -161,22 +247,22 @@ class Sampler:
         tokenize: Tokenize | None = None,
         skip_bad_records: bool = False,
         offline: bool = False,
+        allow_changed_data: bool = False,
     ) -> None:
         self._prompts = _Prompts(
-            dataset, prompt_repeat_k, seed, shuffle, to_rollout_state, tokenize, skip_bad_records, offline
+            dataset,
+            prompt_repeat_k,
+            seed,
+            shuffle,
+            to_rollout_state,
+            tokenize,
+            skip_bad_records,
+            offline,
+            allow_changed_data,
         )
         self._cursors: dict[str, int] = {}
         self._state: bytes | None = None
         self._turns = Turns()
-
-    def __len__(self) -> int:
-        """Records of the data set."""
-        return len(self._prompts.source)
-
-    @property
-    def dropped_responses(self) -> int:
-        """Records that brought a response along, which was dropped."""
-        return self._prompts.dropped_responses
 
     @property
     def source(self) -> Source:
@@ -189,6 +275,7 @@ class Sampler:
 
     async def sample(self, task_name: str) -> list[RolloutState]:
         """The next group of a task."""
+        checked_task(task_name)
         async with self._turns():
             if isinstance(self._prompts.source, LoaderSource) and self._cursors.keys() - {task_name}:
                 raise InvalidInput(
@@ -197,7 +284,8 @@ class Sampler:
                 )
             for _ in range(_MAX_BAD_IN_A_ROW):
                 cursor = self._cursors.get(task_name, 0)
-                (group,), _, self._state = await self._prompts.read(cursor, 1, self._state)
+                (group,), _, source_state = await self._prompts.read(cursor, 1, self._state, task_name)
+                self._state = self._state if source_state is None else source_state
                 self._cursors[task_name] = cursor + 1
                 if not _is_bad(group):
                     break
@@ -212,21 +300,21 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Where to go on, as plain data."""
-        return {"cursors": dict(self._cursors), "loader": self._state}
+        return {"cursors": dict(self._cursors), "source": self._state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another sampler of the same data set, seed and order stood."""
         cursors = state.get("cursors") if isinstance(state, Mapping) else None
-        loader = state.get("loader") if isinstance(state, Mapping) else None
-        if not isinstance(cursors, dict) or not isinstance(loader, (bytes, type(None))):
+        source = state.get("source") if isinstance(state, Mapping) else None
+        if not isinstance(cursors, dict) or not isinstance(source, (bytes, type(None))):
             raise InvalidInput(f"{state!r:.80} is no state of a sampler; expected what state_dict() returned")
         self._cursors = {
             str(name): whole_number(f"cursor of {name!r}", cursor, least=0) for name, cursor in cursors.items()
         }
-        self._state = loader
+        self._state = source
 
 
-class SamplerWithReplayBuffer:
+class SamplerWithReplayBuffer(_OverDataset):
     """Draws through a buffer: retries first, then the data set; what is drawn is in flight there. See `Sampler`."""
 
     def __init__(
@@ -241,9 +329,18 @@ class SamplerWithReplayBuffer:
         tokenize: Tokenize | None = None,
         skip_bad_records: bool = False,
         offline: bool = False,
+        allow_changed_data: bool = False,
     ) -> None:
         self._prompts = _Prompts(
-            dataset, prompt_repeat_k, seed, shuffle, to_rollout_state, tokenize, skip_bad_records, offline
+            dataset,
+            prompt_repeat_k,
+            seed,
+            shuffle,
+            to_rollout_state,
+            tokenize,
+            skip_bad_records,
+            offline,
+            allow_changed_data,
         )
         self._bind(replay_buffer)
 
@@ -252,6 +349,7 @@ class SamplerWithReplayBuffer:
         self._turns = Turns()
         self._read_ahead: tuple[int, bytes | None, _Drawn] | None = None
         self._bad_in_a_row = 0
+        self._compared: set[str] = set()  # tasks whose position was compared before anything was drawn again
 
     @classmethod
     def _of(cls, prompts: _Prompts, replay_buffer: ReplayBuffer) -> SamplerWithReplayBuffer:
@@ -259,15 +357,6 @@ class SamplerWithReplayBuffer:
         sampler._prompts = prompts
         sampler._bind(replay_buffer)
         return sampler
-
-    def __len__(self) -> int:
-        """Records of the data set."""
-        return len(self._prompts.source)
-
-    @property
-    def dropped_responses(self) -> int:
-        """Records that brought a response along, which was dropped."""
-        return self._prompts.dropped_responses
 
     async def sample(self, task_name: str, statuses: Sequence[Status] = RETRYABLE) -> list[RolloutState]:
         """One group, in flight from now on; waits for room."""
@@ -306,6 +395,9 @@ class SamplerWithReplayBuffer:
         drawn: Groups = []
         try:
             if statuses:
+                if task_name not in self._compared:
+                    await self.compare_data(task_name, *await self.replay_buffer.position(task_name))
+                    self._compared.add(task_name)
                 redrawn = await self.replay_buffer.redraw(n, task_name, statuses)
                 drawn += await self._without_bad(redrawn, task_name)
             if new:
@@ -332,7 +424,7 @@ class SamplerWithReplayBuffer:
             n = 1  # only trying tells whether it fits; a loader has its state between two records
         while True:
             cursor, state = await self.replay_buffer.position(task_name)
-            drawn = await self._read(cursor, n, state)
+            drawn = await self._read(cursor, n, state, task_name)
             try:
                 issued = await self._write(drawn, cursor, task_name)
             except CursorMoved as moved:
@@ -356,10 +448,10 @@ class SamplerWithReplayBuffer:
                 self._read_ahead = None
                 return issued
 
-    async def _read(self, cursor: int, n: int, state: bytes | None) -> _Drawn:
+    async def _read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
         """The next groups; those that were read and not issued are not read again."""
         if self._read_ahead is None or self._read_ahead[:2] != (cursor, state) or len(self._read_ahead[2].groups) < n:
-            self._read_ahead = (cursor, state, await self._prompts.read(cursor, n, state))
+            self._read_ahead = (cursor, state, await self._prompts.read(cursor, n, state, task_name))
         drawn = self._read_ahead[2]
         groups = [[member.__copy__() for member in group] for group in drawn.groups[:n]]
         return drawn._replace(groups=groups)
@@ -412,6 +504,21 @@ class SamplerWithReplayBuffer:
                 await self._return(good + groups[at:], task_name)
                 raise
         return good
+
+
+def check_sampler(sampler: Any) -> None:
+    """InvalidConfig for a class whose own `sample` nobody would call: strategies draw many groups at once."""
+    for kind, used, advice in (
+        (Sampler, Sampler.with_buffer, "with_buffer"),
+        (SamplerWithReplayBuffer, SamplerWithReplayBuffer.draw, "draw and draw_again"),
+    ):
+        own = type(sampler)
+        if isinstance(sampler, kind) and own.sample is not kind.sample and getattr(own, used.__name__) is used:
+            raise InvalidConfig(
+                f"{own.__qualname__} has its own sample(), which strategies do not call: they draw many groups at "
+                f"once; override {advice} instead, or give the order by the data set: an object with __len__ and "
+                "__getitem__ (shuffle=False), or a loader with state_dict"
+            )
 
 
 def _nothing_but_bad(records: int, last: Sequence[RolloutState]) -> InvalidDataset:

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from msgspec.structs import replace
+
 from forebay import (
     AsyncProduceStrategy,
     AsyncReplayBufferConfig,
@@ -55,8 +57,7 @@ async def open_loop(
         loop = OpenAIAgentLoop(
             f"{server.url}/v1",
             MODEL_NAME,
-            sample_params=params,
-            extra_body={"ignore_eos": True},
+            sample_params=replace(params, ignore_eos=True),
             vocabulary=VOCABULARY,
             max_retries=1000,
             engine=control,

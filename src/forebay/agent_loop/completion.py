@@ -229,8 +229,6 @@ class Answer:
                 f"{_name(state)} has mm_info ({', '.join(map(str, state.mm_info))}), and a completion request carries "
                 "tokens only; use a loop of your own for multimodal prompts"
             )
-        if params.max_tokens is not None and params.max_tokens < 1:
-            raise InvalidInput(f"max_tokens of {_name(state)} is {params.max_tokens}; expected at least 1")
         if not keep_tokens and (state.response_ids is not None or state.response is not None):
             start_again(state)  # in place: when the group is cancelled, this very sample is what there is
         self.state = state

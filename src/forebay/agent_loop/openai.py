@@ -68,7 +68,7 @@ _GATEWAY_STATUSES = frozenset((502, 503, 504))
 _MAX_LOSSES = 10  # connections lost in a row without a new token: it may be this request that brings the server down
 _QUOTED = 200  # characters of a refusal that an error repeats
 # What the loop sets itself, and what would make several answers of one.
-_RESERVED = frozenset(("model", "prompt", "stream", "n", "best_of", "echo", *SampleParams.__struct_fields__))
+_RESERVED = frozenset(("model", "prompt", "stream", "best_of", "echo", *SampleParams.__struct_fields__))
 
 
 class OpenAIAgentLoop(AgentLoop):
@@ -129,8 +129,6 @@ class OpenAIAgentLoop(AgentLoop):
             raise InvalidConfig(f"client is {client!r:.80}; expected an httpx.AsyncClient or None")
         self.model = model
         self.sample_params = sample_params or SampleParams()
-        if self.sample_params.max_tokens is not None:
-            _number("sample_params.max_tokens", self.sample_params.max_tokens, least=1, whole=True)
         self.max_retries = int(_number("max_retries", max_retries, least=0, whole=True))
         self.backoff_s = _number("backoff_s", backoff_s, least=0)
         self.down_timeout_s = down_timeout_s

@@ -23,6 +23,7 @@ from forebay.errors import (
     NoSuchBuffer,
     ProduceError,
     StorageUnavailable,
+    StoreAhead,
 )
 from forebay.lease import Lease
 from forebay.ledger import LedgerLine
@@ -35,6 +36,7 @@ from forebay.produce.settings import backoff_s, positive_seconds
 from forebay.produce.strategy import too_many_rejections
 from forebay.produce.work import Steps
 from forebay.rollout import Status
+from forebay.staleness import staleness
 from forebay.threads import in_thread, see_through
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class Manager:
         self.progress = ProduceProgress({name: task.weight for name, task in self.tasks.items()})
         self.steps = Steps(1, 0)
         self._asked = 0  # the last train step that was asked for
+        self._met_store = False
         self._closed = False
         self._leased: set[int] = set()  # steps whose batch was handed out
         self._seen: dict[str, Figures] = {}
@@ -282,6 +285,43 @@ class Manager:
         """What comes back is judged for the step that is asked for, or for the next one."""
         self.steps.train_step = max(self._asked, self.progress.next_consumer_step)
 
+    # --- the clock of the store -----------------------------------------------------------------------
+
+    async def _store_step(self) -> int:
+        """The latest train step that this manager's tasks were asked for, in this run or an earlier one."""
+        steps = await self.replay_buffer.train_steps()
+        return max((steps.get(name, 0) for name in self.tasks), default=0)
+
+    async def _refuse_store_ahead(self, train_step: int, model_step: int) -> None:
+        """At the first step of a run: StoreAhead if the store was trained further.
+
+        Other processes on the store may be a step ahead of this one; that is no mistake as long as what these weights
+        generate is not too old there on arrival.
+        """
+        if self._met_store:
+            return
+        step = await self._store_step()
+        if step > train_step and (
+            any(self._is_too_old(task, model_step, step) for task in self.tasks.values())
+            or not await self.replay_buffer.others_hold()
+        ):
+            raise StoreAhead(
+                f"train step {train_step} with weights of step {model_step} was asked for, but this store has handed "
+                f"out batches up to train step {step}; nothing was changed. Resume from a checkpoint, which sets the "
+                f"store back to its weights; or go on from here: start at train step {step + 1} with model_step={step} "
+                f"(disaggregated: continue_produce({step})); or begin with a new store"
+            )
+        self._met_store = True
+
+    @staticmethod
+    def _is_too_old(task: Task, model_step: int, train_step: int) -> bool:
+        """Whether what these weights generate for a task is too old for a train step when it arrives."""
+        return (
+            task.weight > 0
+            and staleness(model_step, train_step) >= task.strategy.reach
+            and not task.agent_loop.takes_weights_while_running
+        )
+
     # --- checkpoints ----------------------------------------------------------------------------------
 
     async def save(self, path: str | os.PathLike[str], model_step: int, *, no_save_replay_buffer: bool = False) -> None:
@@ -325,10 +365,12 @@ class Manager:
         """Take up a checkpoint; returns the model step whose weights belong to it.
 
         Nothing is generated before the weights are there. Tasks may have been added; the groups of removed ones are
-        kept aside in the buffer.
+        kept aside in the buffer. ChangedDataset if a task has another data set than when it was saved (see `Sampler`).
         """
         self._check_open()
-        self._read_saved(await in_thread(lambda: _manifest_of(path)), path)  # before anything is changed
+        saved = await in_thread(lambda: _manifest_of(path))  # looked at before anything is changed
+        self._read_saved(saved, path)
+        await self._compare_data(saved)
         manifest = await self.replay_buffer.resume_with(path)
         model_step, progress, loops = self._read_saved(manifest, path)
         gone = self.progress.load_state(progress)
@@ -356,6 +398,15 @@ class Manager:
                 figures.load(counters.get("now", {}))
                 self._seen[name] = Figures()
                 self._seen[name].load(counters.get("seen", {}))
+
+    async def _compare_data(self, manifest: Manifest) -> None:
+        """ChangedDataset if a task has another data set than when it was saved."""
+        from forebay.codec import decode_account  # imported here, as the buffer does
+
+        for name, task in self.tasks.items():
+            if name in manifest.accounts:
+                account = decode_account(manifest.accounts[name])
+                await task.sampler.compare_data(name, account.cursor, account.source_state)
 
     def _read_saved(self, manifest: Manifest, path: str | os.PathLike[str]) -> tuple[int, object, dict[str, Any]]:
         """The model step, the progress, the states of agent loops; or DamagedData."""

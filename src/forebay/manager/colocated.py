@@ -11,7 +11,6 @@ from forebay.lease import Lease
 from forebay.ledger import LedgerLine
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
-from forebay.staleness import staleness
 from forebay.waiting import Deadline
 
 __all__ = ["AgentLoopManager"]
@@ -63,6 +62,7 @@ class AgentLoopManager(Manager):
         self._refuse_what_is_too_old(train_step, model_step)
         self._producing = True
         try:
+            await self._patiently(lambda: self._meet_store(train_step, model_step))
             self.progress.change_batch_size(batch_size)
             self.progress.plan(batch_size, train_step)
             self.progress.skip_to(train_step)
@@ -106,13 +106,16 @@ class AgentLoopManager(Manager):
         # What others hold, also this manager's for another step, is not there for this one.
         return line.get("trained", 0) + line.get("leased", 0) + groups if groups else None
 
+    async def _meet_store(self, train_step: int, model_step: int) -> None:
+        """Before the first step changes anything: a store that was trained further, or drawn from another data set."""
+        if not self._met_store:
+            for name, task in self.tasks.items():
+                await task.sampler.compare_data(name, *await self.replay_buffer.position(name))
+            await self._refuse_store_ahead(train_step, model_step)
+
     def _refuse_what_is_too_old(self, train_step: int, model_step: int) -> None:
         for name, task in self.tasks.items():
-            if (
-                task.weight > 0
-                and staleness(model_step, train_step) >= task.strategy.reach
-                and not task.agent_loop.takes_weights_while_running
-            ):
+            if self._is_too_old(task, model_step, train_step):
                 raise InvalidInput(
                     f"what weights of model_step={model_step} generate is too old for train_step={train_step} when it "
                     f"arrives (the stale threshold of task {name!r} is {task.strategy.reach}), so the batch "

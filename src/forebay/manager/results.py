@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from forebay.errors import InvalidInput
-from forebay.lease import Lease
+from forebay.lease import Lease, Request
 from forebay.produce.figures import Figures, quantile
 from forebay.rollout import RolloutState, Status, versioned_tokens
 from forebay.staleness import group_staleness
@@ -149,41 +147,19 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-class BatchRequest:
+class BatchRequest(Request[ProduceBatchResult]):
     """What `produce_batch` and `get_batch` return.
 
     `await` it, and the batch is taken for good; enter it with `async with`, and it is a lease: acknowledged when the
     block ends, given back if it raises.
     """
 
-    def __init__(self, grant: Callable[[], Awaitable[ProduceBatchResult]]) -> None:
-        self._grant = grant
-        self._result: ProduceBatchResult | None = None
-        self._used = False
+    def _lease_of(self, granted: ProduceBatchResult) -> Lease | None:
+        return granted.lease
 
-    def __await__(self) -> Generator[object, None, ProduceBatchResult]:
-        return self._taken().__await__()
-
-    async def _taken(self) -> ProduceBatchResult:
+    async def _awaited(self) -> ProduceBatchResult:
         result = await self._granted()
         if result.lease is not None:
             await result.lease.settle_on_exit(None)
             result.lease = None
         return result
-
-    async def _granted(self) -> ProduceBatchResult:
-        if self._used:
-            raise InvalidInput("this batch was asked for already; call again for another one")
-        self._used = True
-        return await self._grant()
-
-    async def __aenter__(self) -> ProduceBatchResult:
-        self._result = await self._granted()
-        return self._result
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        lease = None if self._result is None else self._result.lease
-        if lease is not None and lease.open:
-            await lease.settle_on_exit(error)

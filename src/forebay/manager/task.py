@@ -12,7 +12,7 @@ from forebay.buffer import ReplayBuffer
 from forebay.errors import InvalidConfig
 from forebay.manager.allocation import check_weights
 from forebay.produce.strategy import ProduceStrategy
-from forebay.sampler import Sampler, SamplerWithReplayBuffer
+from forebay.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 
 __all__ = ["Task", "check_tasks"]
 
@@ -36,6 +36,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
             if not isinstance(value, expected):
                 names = " or a ".join(kind.__name__ for kind in expected)
                 raise InvalidConfig(f"the {what} of task {self.name!r} is {value!r:.80}; expected a {names}")
+        check_sampler(self.sampler)
 
 
 def check_tasks(tasks: Sequence[Task], replay_buffer: ReplayBuffer, sync_weights_interval: int) -> dict[str, Task]:

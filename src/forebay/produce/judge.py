@@ -236,6 +236,8 @@ def _as_reward(score: Any) -> dict[str, Any] | None:
         return {name: value.item() if isinstance(value, np.generic) else value for name, value in score.items()}
     if isinstance(score, (bool, int, float, np.number, np.bool_)):
         return {"score": float(score)}
+    if isinstance(score, RolloutState):
+        raise InvalidInput("a reward function returned a sample; return its score, or None if it set `reward` itself")
     raise InvalidInput(f"a reward is {score!r:.80}; expected a number, a dict with a 'score', or None")
 
 

@@ -40,7 +40,7 @@ from forebay.produce.rules import Plan, make_plan, over_issue, to_start, waiting
 from forebay.produce.settings import Budgets, Timeouts
 from forebay.produce.work import STAGES, Stage, Steps, Works, look_at
 from forebay.rollout import Status
-from forebay.sampler import Sampler, SamplerWithReplayBuffer
+from forebay.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 from forebay.staleness import Limits, stale_threshold, staleness
 from forebay.threads import DATA, see_through
 from forebay.waiting import RESOLUTION_S
@@ -624,6 +624,7 @@ class ProduceStrategy:
     def _bound(self, task: _Task, sampler: Sampler | SamplerWithReplayBuffer) -> SamplerWithReplayBuffer:
         if task.sampler is not None and task.sampler[0] is sampler:
             return task.sampler[1]
+        check_sampler(sampler)
         if isinstance(sampler, Sampler):
             bound = sampler.with_buffer(self.replay_buffer)
         elif isinstance(sampler, SamplerWithReplayBuffer):
