@@ -517,7 +517,7 @@ class ReplayBuffer:
     async def ledger(self, *, tokens: bool = False) -> dict[str, LedgerLine]:
         """Per task: issued = in_flight + buffered + leased + trained + filtered + failed + discarded (G1).
 
-        In groups, or in generated tokens.
+        In groups, or in generated tokens, of which those thrown away while their group stayed are `reset`.
         """
         await self._session.ready()
         return await self.storage.ledger(tokens=tokens)
@@ -534,7 +534,6 @@ class ReplayBuffer:
             ledger,
             await self.storage.ledger(tokens=True),
             await self.storage.count_statuses(list(ledger), list(Status)),
-            await self.storage.accounts(),
             await self.storage.usage(),
             len(self._session.waits),
         )

@@ -14,7 +14,16 @@ from forebay.checks import check_group
 from forebay.errors import InvalidInput
 from forebay.issued import settle_changes
 from forebay.record import Tags, describe
-from forebay.rollout import Group, RolloutState, Status, VersionSpans, freeze_arrays, group_status, versioned_tokens
+from forebay.rollout import (
+    Group,
+    RolloutState,
+    Status,
+    VersionSpans,
+    freeze_arrays,
+    group_status,
+    group_tokens,
+    versioned_tokens,
+)
 from forebay.staleness import EXPIRABLE, Limits, check_versions, expire_members, sample_staleness, stamp
 from forebay.storage.base import Arrival, Content
 
@@ -39,6 +48,7 @@ def admit(
     if model_step is not None:
         _stamp(group, model_step)
     stale = False
+    reset_tokens = 0
     if train_step is not None:
         check_versions(group)
         for state in group:
@@ -46,7 +56,9 @@ def admit(
         if group_status(group) in EXPIRABLE:
             expired = expire_members(group, limits.floors(train_step))
             if limits.retryable:
-                group = expired or group
+                if expired is not None:
+                    reset_tokens = group_tokens(group) - group_tokens(expired)
+                    group = expired
             else:
                 stale = expired is not None or group_status(group) is Status.EXPIRED
     return Arrival(
@@ -56,6 +68,7 @@ def admit(
         attempt=attempt,
         stale=stale,
         reason="stale" if stale else _last_error(group),
+        reset_tokens=reset_tokens,
     )
 
 

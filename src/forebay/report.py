@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from forebay.ledger import Account, LedgerLine, Place
+from forebay.ledger import LedgerLine, Place
 from forebay.rollout import Status
 from forebay.storage.base import Holding, Usage
 from forebay.waiting import Wait
@@ -18,12 +18,7 @@ Counts = Mapping[str, Mapping[Status, int]]
 
 
 def figures(
-    ledger: Mapping[str, LedgerLine],
-    tokens: Mapping[str, LedgerLine],
-    counts: Counts,
-    accounts: Mapping[str, Account],
-    usage: Usage,
-    waiting: int,
+    ledger: Mapping[str, LedgerLine], tokens: Mapping[str, LedgerLine], counts: Counts, usage: Usage, waiting: int
 ) -> dict[str, int]:
     """A flat dict for any logger: `forebay/<task>/buffered/completed` and the like, in groups and tokens."""
     flat = {"forebay/groups": usage.groups, "forebay/bytes": usage.bytes, "forebay/waiting": waiting}
@@ -31,8 +26,7 @@ def figures(
         prefix = f"forebay/{task_name}"
         flat |= {f"{prefix}/{name}": groups for name, groups in line.items()}
         flat |= {f"{prefix}/buffered/{status}": n for status, n in counts[task_name].items()}
-        flat |= {f"{prefix}/tokens/{name}": n for name, n in tokens[task_name].items() if name != "issued"}
-        flat[f"{prefix}/tokens/reset"] = accounts[task_name].reset_tokens
+        flat |= {f"{prefix}/tokens/{name}": n for name, n in tokens[task_name].items()}
     return flat
 
 

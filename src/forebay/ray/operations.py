@@ -199,6 +199,7 @@ class Operations:
                 attempt=head.attempt,
                 stale=head.stale,
                 reason=head.reason,
+                reset_tokens=head.reset_tokens,
             )
             for head in heads
         ]

@@ -177,6 +177,7 @@ class ArrivalHead(msgspec.Struct, array_like=True, gc=False):
     stale: bool
     reason: str | None
     content: ContentHead
+    reset_tokens: int
 
 
 class RevisionHead(msgspec.Struct, array_like=True, gc=False):
@@ -313,6 +314,7 @@ class Parcel:
             arrival.stale,
             arrival.reason,
             self.content(arrival.content),
+            arrival.reset_tokens,
         )
 
     def revision(self, revision: Revision) -> RevisionHead:

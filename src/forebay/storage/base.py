@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import msgspec
 
-from forebay.ledger import Account, Event, LedgerLine, Place, Watermark
+from forebay.ledger import Account, Event, LedgerLine, Place, Watermark, arrival_tokens
 from forebay.policy import ARRIVAL, Choose, Order
 from forebay.query import Node
 from forebay.record import Facts, Record, Row, Tags
@@ -94,6 +94,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `group_id` None: a new group by hand; the storage gives it a negative id of its own. `attempt` None: by hand,
     or back from the owner that holds it. `stale`: it was judged stale and not retryable; it ends at once.
+    `reset_tokens`: that it came with, and that are no longer in `content` because they were too old.
     """
 
     task_name: str
@@ -102,6 +103,12 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     attempt: int | None = None
     stale: bool = False
     reason: str | None = None
+    reset_tokens: int = 0
+
+    def tokens(self, before: int) -> tuple[int, int]:
+        """The tokens that it issues and resets; see `arrival_tokens`."""
+        kept = self.content.facts.tokens
+        return arrival_tokens(before, kept + self.reset_tokens, kept)
 
 
 class Purpose(enum.Enum):

@@ -74,6 +74,7 @@ class LocalStorage(LocalEnds):
             row = self._add(task_name, group_id, content, Place.IN_FLIGHT, owner=owner, attempt=1)
             records.append(row.record)
         account.issued += len(contents)
+        account.issued_tokens += sum(content.facts.tokens for content in contents)
         account.cursor += len(contents)
         if source_state is not None:
             account.source_state = source_state
@@ -136,6 +137,9 @@ class LocalStorage(LocalEnds):
         task_name, content = arrival.task_name, arrival.content
         account = self._account(task_name)
         place = None if row is None else row.record.place
+        issued_tokens, reset_tokens = arrival.tokens(0 if row is None else row.record.tokens)
+        account.issued_tokens += issued_tokens
+        account.reset_tokens += reset_tokens
         target = check_move(arrival_event(place, content.facts.status, stale=arrival.stale), place)
         if row is None:
             group_id = arrival.group_id

@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from forebay.errors import BufferClosed, InvalidConfig, InvalidInput
-from forebay.ledger import Account, LedgerLine, Place, close_line
+from forebay.ledger import Account, LedgerLine, Place, check_closed, close_line
 from forebay.policy import Order
 from forebay.query import Node, pins, predicate
 from forebay.record import Record, Row, identify
@@ -272,12 +272,8 @@ def check_stream_row(
 def check_stream_end(accounts: Mapping[str, Account], table: Table) -> None:
     """InvalidInput if the rows of a stream do not close the ledgers of its accounts."""
     for task_name, account in accounts.items():
-        line = close_line(account, table.places(task_name, tokens=False))
-        held = sum(line.values()) - line["issued"]
-        if held != line["issued"]:
-            raise InvalidInput(
-                f"task {task_name!r} issued {line['issued']} groups, but {held} are accounted for; nothing restored"
-            )
+        places, tokens = (table.places(task_name, tokens=tokens) for tokens in (False, True))
+        check_closed(account, places, tokens, task_name)
 
 
 def _larger(a: int | None, b: int | None) -> int | None:

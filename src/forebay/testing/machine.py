@@ -66,6 +66,10 @@ class ModelGroup:
         return next((status for status in PRECEDENCE if status in found), Status.COMPLETED)
 
     @property
+    def tokens(self) -> int:
+        return sum(len(member.steps) for member in self.members)
+
+    @property
     def oldest(self) -> float:
         return min((step for member in self.members for step in member.steps), default=float("inf"))
 
@@ -80,6 +84,9 @@ class Model:
         self.issued = dict.fromkeys(TASKS, 0)
         self.cursor = dict.fromkeys(TASKS, 0)
         self.ended: dict[tuple[str, str], int] = {}
+        self.issued_tokens = dict.fromkeys(TASKS, 0)
+        self.reset_tokens = dict.fromkeys(TASKS, 0)
+        self.ended_tokens: dict[tuple[str, str], int] = {}
         self.arrivals = 0
         self.thresholds: dict[str, tuple[int | None, int | None]] = {}
         self.retryable = dict.fromkeys(TASKS, True)
@@ -100,6 +107,7 @@ class Model:
             group.place = "buffered"
             self.groups.append(group)
             self.ended[group.task, "trained"] -= 1
+            self.ended_tokens[group.task, "trained"] -= group.tokens
         self.archive.clear()
         for task, step in self.watermark.items():
             self.watermark[task] = min(step, model_step + 1)
@@ -122,6 +130,7 @@ class Model:
     def end(self, group: ModelGroup, end: str) -> None:
         self.groups.remove(group)
         self.ended[group.task, end] = self.ended.get((group.task, end), 0) + 1
+        self.ended_tokens[group.task, end] = self.ended_tokens.get((group.task, end), 0) + group.tokens
 
     def is_stale(self, task: str, member: Member, train_step: int) -> bool:
         threshold, token_threshold = self.thresholds[task]
@@ -139,6 +148,8 @@ class Model:
         if not self.retryable[group.task]:
             return not stale
         for member in stale:
+            if group in self.groups:
+                self.reset_tokens[group.task] += len(member.steps)
             member.status, member.steps = Status.EXPIRED, []
         return True
 
@@ -164,6 +175,11 @@ class Model:
         for status in statuses:
             found += sorted((group for group in self.at("buffered", task) if group.status is status), key=key)
         return found
+
+    def token_ledger(self, task: str) -> dict[str, int]:
+        line = {place: sum(g.tokens for g in self.at(place, task)) for place in ("in_flight", "buffered", "leased")}
+        line |= {end: self.ended_tokens.get((task, end), 0) for end in ("trained", "filtered", "failed", "discarded")}
+        return {"issued": self.issued_tokens[task], **line, "reset": self.reset_tokens[task]}
 
     def ledger(self, task: str) -> dict[str, int]:
         line = {place: len(self.at(place, task)) for place in ("in_flight", "buffered", "leased")}
@@ -275,7 +291,10 @@ class BufferMachine(RuleBasedStateMachine):
     ) -> None:
         group = data.draw(st.sampled_from(self.model.at("in_flight")))
         model_step = max(0, self.train_step - 1 - lag)
+        before = group.tokens
         group.members = [Member(end or status, [model_step] * tokens) for status, tokens in made]
+        self.model.issued_tokens[group.task] += max(0, group.tokens - before)
+        self.model.reset_tokens[group.task] += max(0, before - group.tokens)
         samples = self.samples(group, attempt=group.attempt if named else None)
         self.run(self.buffer.put(samples, group.task, current_train_step=self.train_step if judged else None))
         self.arrived(group, judged, came_back=True)
@@ -314,6 +333,7 @@ class BufferMachine(RuleBasedStateMachine):
             return
         self.run(put)
         self.model.issued[task] += 1
+        self.model.issued_tokens[task] += group.tokens
         self.arrived(group, judged, came_back=False)
 
     # Single steps seldom line up to a whole life of a group; these two make sure that they do.
@@ -497,7 +517,7 @@ class BufferMachine(RuleBasedStateMachine):
         if not now:
             return
         query = {"task_name": task, "tokens": {"$gte": tokens}}
-        matching = [g for g in self.model.at("buffered", task) if sum(len(m.steps) for m in g.members) >= tokens]
+        matching = [g for g in self.model.at("buffered", task) if g.tokens >= tokens]
         assert self.run(self.buffer.discard(query, "too long")) == len(matching)
         for group in matching:
             self.model.end(group, "discarded")
@@ -620,16 +640,18 @@ class BufferMachine(RuleBasedStateMachine):
     def the_model_agrees(self) -> None:
         if not hasattr(self, "buffer"):
             return
-        ledger = self.run(self.buffer.ledger())
+        ledger, token_ledger = self.run(self.buffer.ledger()), self.run(self.buffer.ledger(tokens=True))
         for task in TASKS:
             line = ledger.get(task, dict.fromkeys(self.model.ledger(task), 0))
             assert line == self.model.ledger(task)
             assert line["issued"] == sum(line.values()) - line["issued"], "G1: the ledger is open"
+            line = token_ledger.get(task, dict.fromkeys(self.model.token_ledger(task), 0))
+            assert line == self.model.token_ledger(task)
+            assert line["issued"] == sum(line.values()) - line["issued"], "G1: the ledger in tokens is open"
         records = self.run(self.buffer.query({}))
         live = [record for record in records if record.place is not Place.ARCHIVED]
         found = {(r.task_name, r.group_id): (str(r.place), r.status, r.tokens) for r in live}
-        tokens = {g.identity: sum(len(m.steps) for m in g.members) for g in self.model.groups}
-        expected = {g.identity: (g.place, g.status, tokens[g.identity]) for g in self.model.groups}
+        expected = {g.identity: (g.place, g.status, g.tokens) for g in self.model.groups}
         assert found == expected
         assert len(self.buffer) == len(self.model.at("buffered"))
         counts = self.run(self.buffer.count_statuses(TASKS, list(Status)))

@@ -206,6 +206,7 @@ async def issue(
         await room(step, n, sum(content.facts.bytes for content in contents))
     check_move(Event.DRAWN, None)
     step.tally.add(task_name, "issued", n)
+    step.tally.add(task_name, "issued_tokens", sum(content.facts.tokens for content in contents))
     records = await _insert(step, task_name, range(cursor, cursor + n), contents, Place.IN_FLIGHT, owner, 1)
     await store_frames(connection, [record.uid for record in records], frames)
     await connection.execute(
@@ -287,12 +288,16 @@ def _new_record(
 
 
 async def put_new(
-    step: Step, task_name: str, group_ids: Sequence[int], contents: Sequence[Content], frames: Frames
+    step: Step, task_name: str, group_ids: Sequence[int], arrivals: Sequence[Arrival], frames: Frames
 ) -> list[Record]:
     """New groups of one task, put by hand, in one statement that commits by itself."""
     tally = Tally()
-    for content in contents:
-        check_move(arrival_event(None, content.facts.status, stale=False), None)
+    contents = [arrival.content for arrival in arrivals]
+    for arrival in arrivals:
+        check_move(arrival_event(None, arrival.content.facts.status, stale=False), None)
+        issued_tokens, reset_tokens = arrival.tokens(0)
+        tally.add(task_name, "issued_tokens", issued_tokens)
+        tally.add(task_name, "reset_tokens", reset_tokens)
     stub = {"uid": 0, "timestamp_id": 0, "created_at": 0.0}
     for group_id, content in zip(group_ids, contents, strict=True):
         tally.enter(_new_record(stub, task_name, group_id, content, Place.BUFFERED, None, 0))
@@ -320,6 +325,9 @@ async def put(
     for index, (arrival, row) in enumerate(zip(arrivals, places, strict=True)):
         place = None if row is None else row.place
         target = check_move(arrival_event(place, arrival.content.facts.status, stale=arrival.stale), place)
+        issued_tokens, reset_tokens = arrival.tokens(0 if row is None else row.tokens)
+        step.tally.add(arrival.task_name, "issued_tokens", issued_tokens)
+        step.tally.add(arrival.task_name, "reset_tokens", reset_tokens)
         if row is None:
             step.tally.add(arrival.task_name, "issued", 1)
             if isinstance(target, End):

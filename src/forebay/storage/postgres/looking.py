@@ -146,6 +146,7 @@ def _ends(row: Any) -> Account:
         issued=row["issued"],
         ended={end: row[str(end)] for end in End if row[str(end)]},
         ended_tokens={end: row[f"{end}_tokens"] for end in End if row[str(end)]},
+        issued_tokens=row["issued_tokens"],
         reset_tokens=row["reset_tokens"],
     )
 

@@ -38,7 +38,7 @@ __all__ = [
     "settings_text",
 ]
 
-VERSION = 2
+VERSION = 3
 SHARDS = 16
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
@@ -55,6 +55,7 @@ TALLY_COLUMNS = (
     "bytes",
     *END_COUNTERS,
     *(f"{end}_tokens" for end in END_COUNTERS),
+    "issued_tokens",
     "reset_tokens",
 )
 """Counters of a task. `bytes` are those of the groups in flight, buffered and leased."""

@@ -125,10 +125,10 @@ class PostgresStorage(PostgresLife):
         hand_ids = iter(await self._newcomers.take(self._connections, by_hand) if by_hand else ())
         group_ids = [next(hand_ids) if a.group_id is None else a.group_id for a in arrivals]
         if self._is_simple(arrivals, frames):
-            task_name, contents = arrivals[0].task_name, [arrival.content for arrival in arrivals]
+            task_name = arrivals[0].task_name
 
             async def put_new(step: Step) -> list[Record]:
-                return await arriving.put_new(step, task_name, group_ids, contents, frames)
+                return await arriving.put_new(step, task_name, group_ids, arrivals, frames)
 
             # With its answer it is more than one statement.
             return await self._connections.step(answers.kept_with(put_new, Stored), single=CALL.get() is None)

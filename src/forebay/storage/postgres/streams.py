@@ -17,7 +17,7 @@ import asyncpg
 
 from forebay.codec import encode_group
 from forebay.errors import DamagedData, InvalidInput, StorageUnavailable
-from forebay.ledger import Account, Place, close_line
+from forebay.ledger import Account, Place, check_closed
 from forebay.record import Record, Row
 from forebay.rollout import group_status
 from forebay.storage.postgres import watermarks
@@ -173,15 +173,11 @@ async def _restore_accounts(step: Step, accounts: Mapping[str, Account]) -> None
     for task_name, account in accounts.items():
         name = to_text(task_name)
         found = counts.get(name, [])
-        places = dict.fromkeys(Place, 0)
-        for place, _, groups, _, _ in found:
+        places, tokens = dict.fromkeys(Place, 0), dict.fromkeys(Place, 0)
+        for place, _, groups, held_tokens, _ in found:
             places[Place(place)] += groups
-        line = close_line(account, places)
-        held = sum(line.values()) - line["issued"]
-        if held != line["issued"]:
-            raise InvalidInput(
-                f"task {task_name!r} issued {line['issued']} groups, but {held} are accounted for; nothing restored"
-            )
+            tokens[Place(place)] += held_tokens
+        check_closed(account, places, tokens, task_name)
         await connection.execute(
             f"INSERT INTO tallies (task_name, shard, {columns}) SELECT $1::text, 0, {values}",
             name,

@@ -97,6 +97,7 @@ def tally_values(account: Account, records: Any) -> list[int]:
     tally = Tally()
     task_name = ""
     tally.add(task_name, "issued", account.issued)
+    tally.add(task_name, "issued_tokens", account.issued_tokens)
     tally.add(task_name, "reset_tokens", account.reset_tokens)
     for end, groups in account.ended.items():
         tally.add(task_name, str(end), groups)

@@ -24,7 +24,7 @@ from forebay.rollout import Group
 
 __all__ = ["COLUMNS", "SCHEMA_VERSION", "create", "record_of", "summary_of", "upsert_sql", "values_of"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x46424159  # "FBAY"
 
 COLUMNS = Record.__struct_fields__
