@@ -247,7 +247,7 @@ class ReplayBuffer:
         contents = []
         for group in checked_many("groups", groups):
             check_group(group, task_name)
-            contents.append(content_of(tuple(group), None, None))
+            contents.append(content_of(tuple(group), None, None, task_name))
         drawn = contents
         if needs_values(self.storage):
             contents = await self._valued(resolve_contents(contents), task_name)
