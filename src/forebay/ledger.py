@@ -177,6 +177,7 @@ class Account(msgspec.Struct, kw_only=True):
     ended_tokens: dict[End, int] = msgspec.field(default_factory=dict)
     reasons: dict[str, int] = msgspec.field(default_factory=dict)
     issued_tokens: int = 0  # generated tokens that arrived with groups, counted as they arrive
+    sizes: dict[int, int] = msgspec.field(default_factory=dict)  # of responses, rounded: how many; see `capacity`
     reset_tokens: int = 0  # of those, the ones thrown away while their group stayed: too old, or dropped by a producer
     watermark: Watermark | None = None
     source_state: bytes | None = None  # of an iterable loader, as of the cursor

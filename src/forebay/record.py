@@ -21,8 +21,8 @@ from forebay.rollout import (
     RolloutState,
     Status,
     carries_response,
-    group_bytes,
     group_reward,
+    group_sizes,
     group_status,
     group_tokens,
 )
@@ -56,6 +56,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     samples: int
     tokens: int
     bytes: int
+    response_bytes: int  # of `bytes`, what is not the prompt's
     num_tries: int
     reward: float | None
     oldest_step: int | None
@@ -93,7 +94,13 @@ class Record(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     owner: str | None = None  # who holds it, in flight or leased
     lease_id: str | None = None
     train_step: int | None = None  # for which it is leased, or was trained
+    reserved_bytes: int = 0  # the size that is kept free for it; see `capacity`
     tags: Tags = NO_TAGS
+
+    @property
+    def reserve(self) -> int:
+        """The bytes that it may still grow by within its reservation."""
+        return max(0, self.reserved_bytes - self.bytes)
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -106,12 +113,14 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 def describe(group: Sequence[RolloutState]) -> Facts:
     """The facts of a checked group."""
     oldest = group_oldest_step(group)
+    size, response_bytes = group_sizes(group)
     versioned = oldest is not None
     return Facts(
         group_status(group),
         len(group),
         group_tokens(group),
-        group_bytes(group),
+        size,
+        response_bytes,
         max([state.num_tries for state in group]),
         group_reward(group),
         oldest,

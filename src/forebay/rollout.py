@@ -40,6 +40,7 @@ __all__ = [
     "freeze_arrays",
     "group_bytes",
     "group_reward",
+    "group_sizes",
     "group_status",
     "group_tokens",
     "lacks_tokens",
@@ -329,7 +330,12 @@ def group_bytes(group: Sequence[RolloutState]) -> int:
 
     The same pass refuses what no frame can hold: UnsupportedPayload. The codec knows the path (see `intake`).
     """
-    size = 0
+    return group_sizes(group)[0]
+
+
+def group_sizes(group: Sequence[RolloutState]) -> tuple[int, int]:
+    """The size of a group, and what of it is not its prompt's."""
+    size = prompt_size = 0
     counted: set[Resolved] = set()
     prompts: list[RolloutState] = []  # as they were issued, each once
     for state in group:
@@ -365,17 +371,17 @@ def group_bytes(group: Sequence[RolloutState]) -> int:
             if any(prompt is other for other in prompts):
                 continue
         if prompt.extra_fields:
-            size += _value_bytes(prompt.extra_fields, counted)
+            prompt_size += _value_bytes(prompt.extra_fields, counted)
         if not prompts or not shares_prompt(prompt, prompts[0]):
             _check_prompt(prompt)
             for name in PROMPT_FIELDS:
                 value = getattr(prompt, name)
                 if value is not None and not any(value is getattr(other, name) for other in prompts):
-                    size += _column_bytes(value) if name == "prompt_ids" else _value_bytes(value, counted)
+                    prompt_size += _column_bytes(value) if name == "prompt_ids" else _value_bytes(value, counted)
         if state.sample_params is not None and not any(state.sample_params is p.sample_params for p in prompts):
             _check_sample_params(state.sample_params)
         prompts.append(prompt)
-    return size
+    return prompt_size + size, size
 
 
 _NONE = type(None)

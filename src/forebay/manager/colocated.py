@@ -56,7 +56,8 @@ class AgentLoopManager(Manager):
             loop = asyncio.get_running_loop()
             began = loop.time()
             while True:
-                complete = await self._produce(sizes, lambda name, line: self._target(sizes[name], line))
+                with self.replay_buffer.asking(wants):
+                    complete = await self._produce(sizes, lambda name, line: self._target(sizes[name], line))
                 self._check_open()
                 await self._pause_strategies(self.tasks)
                 lease = await self.replay_buffer.try_lease(wants, train_step=train_step) if complete else None

@@ -68,6 +68,7 @@ class RayReplayBuffer(ReplayBuffer):
             storage,
             max_groups=settings.max_groups,
             max_bytes=settings.max_bytes,
+            expect_group_bytes=settings.expect_group_bytes,
             lease_s=settings.lease_s,
             keep_trained=settings.keep_trained,
         )
@@ -118,6 +119,7 @@ class RayReplayBuffer(ReplayBuffer):
             chosen.order,
             config.max_groups,
             config.max_bytes,
+            config.expect_group_bytes,
             config.keep_trained,
             SHARED_LEASE_S if config.lease_s is None else config.lease_s,
         )
@@ -222,6 +224,7 @@ def _start(
             choose=policy.choose,
             max_groups=config.max_groups,
             max_bytes=config.max_bytes,
+            expect_group_bytes=config.expect_group_bytes,
             keep_trained=config.keep_trained,
         ),
         lease_s=settings.lease_s,

@@ -143,6 +143,7 @@ class Operations:
             choose=call.objects[0] if call.objects else None,
             max_groups=args.max_groups,
             max_bytes=args.max_bytes,
+            expect_group_bytes=args.expect_group_bytes,
             keep_trained=args.keep_trained,
         )
         if self.spec.settings is not None:

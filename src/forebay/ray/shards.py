@@ -354,7 +354,11 @@ class ShardedStorage(Storage):
 
     async def usage(self) -> Usage:
         used = await self._all(lambda shard: shard.usage())
-        return Usage(sum(usage.groups for usage in used), sum(usage.bytes for usage in used))
+        return Usage(
+            sum(usage.groups for usage in used),
+            sum(usage.bytes for usage in used),
+            sum(usage.reserved for usage in used),
+        )
 
     async def holdings(self) -> list[Holding]:
         found = [holding for part in await self._all(lambda shard: shard.holdings()) for holding in part]

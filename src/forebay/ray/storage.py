@@ -151,7 +151,13 @@ class RayStorage(Storage):
 
     async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
         args = wire.OpenArgs(
-            owner, settings.order, settings.max_groups, settings.max_bytes, settings.keep_trained, lease_s
+            owner,
+            settings.order,
+            settings.max_groups,
+            settings.max_bytes,
+            settings.expect_group_bytes,
+            settings.keep_trained,
+            lease_s,
         )
         objects = [] if settings.choose is None else [settings.choose]
         self._store_id = await self._call("open", args, str | None, changing=True, objects=objects)

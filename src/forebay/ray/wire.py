@@ -76,6 +76,7 @@ class BufferSettings(msgspec.Struct, frozen=True):
     order: Order
     max_groups: int | None
     max_bytes: int | None
+    expect_group_bytes: int
     keep_trained: int
     lease_s: float
 
@@ -154,6 +155,7 @@ class OpenArgs(msgspec.Struct, array_like=True):
     order: Order
     max_groups: int | None
     max_bytes: int | None
+    expect_group_bytes: int
     keep_trained: int
     lease_s: float | None
 

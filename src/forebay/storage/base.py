@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from forebay.storage.calls import Answered
 
 __all__ = [
+    "EXPECT_GROUP_BYTES",
     "Arrival",
     "Claim",
     "Claimed",
@@ -66,6 +67,10 @@ __all__ = [
 ]
 
 
+EXPECT_GROUP_BYTES = 1 << 20
+"""What the responses of a group are taken to need before the first group of its task is back."""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What a storage is told when it opens."""
 
@@ -73,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     choose: Choose | None = None
     max_groups: int | None = None
     max_bytes: int | None = None
+    expect_group_bytes: int = EXPECT_GROUP_BYTES
     keep_trained: int = 0
 
 
@@ -172,10 +178,14 @@ class Reaped(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What counts against the capacity: groups in flight, buffered and leased, and their bytes."""
+    """What counts against the capacity: groups in flight, buffered and leased, and their bytes.
+
+    `reserved`: bytes that are kept free for those of them that are still to be generated, see `capacity`.
+    """
 
     groups: int
     bytes: int
+    reserved: int
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -275,8 +285,8 @@ class Storage(ABC):
     ) -> list[Record]:
         """Write drawn prompts as rows in flight and advance the task's cursor, in one step.
 
-        They get the group ids `cursor`, `cursor` + 1, ... and attempt 1. CursorMoved unless the task's cursor
-        is `cursor`; NoRoom if they do not fit; DuplicateGroup if such an id was put by hand.
+        They get the group ids `cursor`, `cursor` + 1, ..., attempt 1, and room (`capacity.reservation`). CursorMoved
+        unless the task's cursor is `cursor`; NoRoom if they do not fit; DuplicateGroup if such an id was put by hand.
         """
 
     @abstractmethod

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from forebay.errors import CursorMoved, DuplicateGroup, LostLease, NoRoom
+from forebay.capacity import check_room, note_size, reservation, response_size
+from forebay.errors import CursorMoved, DuplicateGroup, LostLease
 from forebay.ledger import Account, End, Event, Place, Watermark, arrival_event, check_move, rewound_watermark
 from forebay.policy import CHOICE_ROWS, checked_choice
 from forebay.query import Node, pins, predicate
@@ -66,12 +67,13 @@ class LocalStorage(LocalEnds):
                     f"group {group_id} of task {task_name!r} is to be drawn, but was put by hand; groups that are "
                     "put by hand beside a sampler must have no group_id, or a negative one"
                 )
-        self._check_room(len(contents), sum(content.facts.bytes for content in contents))
+        reserved = [reservation(content.facts, account.sizes, self._settings) for content in contents]
+        self._check_room(len(contents), sum(reserved))
         account = self._account(task_name)
         records = []
-        for group_id, content in enumerate(contents, cursor):
+        for group_id, (content, size) in enumerate(zip(contents, reserved, strict=True), cursor):
             check_move(Event.DRAWN, None)
-            row = self._add(task_name, group_id, content, Place.IN_FLIGHT, owner=owner, attempt=1)
+            row = self._add(task_name, group_id, content, Place.IN_FLIGHT, owner=owner, attempt=1, reserved_bytes=size)
             records.append(row.record)
         account.issued += len(contents)
         account.issued_tokens += sum(content.facts.tokens for content in contents)
@@ -150,6 +152,8 @@ class LocalStorage(LocalEnds):
             if isinstance(target, End):
                 self._end(row, target, arrival.reason)
             return row.record
+        if self._settings.max_bytes is not None and (size := response_size(content.facts)) is not None:
+            note_size(account.sizes, size)
         if isinstance(target, End):
             last = Row(replace(row.record, tokens=content.facts.tokens, status=content.facts.status), content.group)
             self._table.replace(row.record, last)
@@ -395,14 +399,8 @@ class LocalStorage(LocalEnds):
         return rewound
 
     def _check_room(self, groups: int, size: int) -> None:
-        max_groups, max_bytes = self._settings.max_groups, self._settings.max_bytes
-        if max_groups is None and max_bytes is None:
-            return
-        usage = self._table.usage()
-        if max_groups is not None and usage.groups + groups > max_groups:
-            raise NoRoom(f"{usage.groups} of {max_groups} groups are used; no room for {groups} more")
-        if max_bytes is not None and usage.bytes + size > max_bytes:
-            raise NoRoom(f"{usage.bytes} of {max_bytes} bytes are used; no room for {size} more")
+        if self._settings.max_groups is not None or self._settings.max_bytes is not None:
+            check_room(self._table.usage(), self._settings, groups, size)
 
     def _hand_id(self, task_name: str, account: Account, named: Collection[tuple[str, int | None]]) -> int:
         # A user may have put negative ids of its own, earlier or in this very call.
@@ -424,6 +422,7 @@ class LocalStorage(LocalEnds):
         *,
         owner: str | None = None,
         attempt: int = 0,
+        reserved_bytes: int = 0,
     ) -> Row:
         group = self._kept(content, task_name, group_id)
         record = new_record(
@@ -436,6 +435,7 @@ class LocalStorage(LocalEnds):
             now=self._clock(),
             owner=owner,
             attempt=attempt,
+            reserved_bytes=reserved_bytes,
         )
         self._next_uid += 1
         row = Row(record, group)

@@ -287,5 +287,6 @@ def _copied(account: Account) -> Account:
         "ended": dict(account.ended),
         "ended_tokens": dict(account.ended_tokens),
         "reasons": dict(account.reasons),
+        "sizes": dict(account.sizes),
     }
     return replace(account, **changes)

@@ -18,7 +18,7 @@ from forebay.record import Record
 from forebay.storage.base import Revision, Settings
 from forebay.storage.postgres import watermarks
 from forebay.storage.postgres.connections import Step
-from forebay.storage.postgres.rows import RECORD, RECORD_OF_G, content_arrays, read_record, to_text
+from forebay.storage.postgres.rows import RECORD, RECORD_OF_G, RESERVED_AFTER, content_arrays, read_record, to_text
 from forebay.storage.postgres.sql_query import condition
 
 __all__ = [
@@ -64,6 +64,7 @@ _REVISE = f"""
 UPDATE groups g SET status = u.status, samples = u.samples, tokens = u.tokens, bytes = u.bytes,
     num_tries = u.num_tries, reward = u.reward, oldest_step = u.oldest_step, newest_step = u.newest_step,
     token_step = u.token_step, given_staleness = u.given_staleness, unjudged = u.unjudged, revision = u.revision,
+    reserved_bytes = {RESERVED_AFTER},
     priority = coalesce(u.priority, g.priority), tags = CASE WHEN u.has_tags THEN u.tags ELSE g.tags END,
     tag_values = CASE WHEN u.has_tags THEN u.tag_values ELSE g.tag_values END
 FROM unnest($1::bigint[], $2::bigint[], $3::text[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[],

@@ -24,6 +24,7 @@ __all__ = [
     "COLUMNS",
     "RECORD",
     "RECORD_OF_G",
+    "RESERVED_AFTER",
     "content_arrays",
     "exact_number",
     "from_text",
@@ -59,6 +60,7 @@ _RECORD_COLUMNS = (
     "owner",
     "lease_id",
     "train_step",
+    "reserved_bytes",
     "tags",
 )
 RECORD = ", ".join(_RECORD_COLUMNS)
@@ -66,6 +68,9 @@ RECORD = ", ".join(_RECORD_COLUMNS)
 
 RECORD_OF_G = ", ".join(f"g.{column}" for column in _RECORD_COLUMNS)
 """The same, where `groups` is called g."""
+
+RESERVED_AFTER = """CASE WHEN u.status IN ('init', 'expired', 'aborted') THEN g.reserved_bytes ELSE u.bytes END"""
+"""`capacity.reserved_after` in SQL, where new facts are called u."""
 
 COLUMNS = (*_RECORD_COLUMNS, "tag_values", "archive_id", "trained_as")
 """All columns of `groups`, for COPY."""
@@ -168,6 +173,7 @@ def read_record(row: Any) -> Record:
         owner=None if owner is None else from_text(owner),
         lease_id=row["lease_id"],
         train_step=row["train_step"],
+        reserved_bytes=row["reserved_bytes"],
         tags=NO_TAGS if tags is None else _decode_tags(tags),
     )
 
@@ -212,6 +218,7 @@ def record_values(record: Record, archive_id: int | None = None, trained_as: Sta
         None if record.owner is None else to_text(record.owner),
         record.lease_id,
         record.train_step,
+        record.reserved_bytes,
         tags,
         tag_values,
         archive_id,

@@ -3,7 +3,8 @@
 - `groups`: a row for each group, metadata only; `payloads`: its codec frame, so that counting and choosing never
   read it. `accounts`: positions and watermarks by task. `owners`: who has the store open, and until when.
 - `tallies`: what the ledger says, in shards: a transaction adds its changes to the shard of its own connection,
-  so that puts do not wait for one row; a reader adds the shards up. `reasons`: the same, by reason.
+  so that puts do not wait for one row; a reader adds the shards up. `reasons`: the same, by reason. `sizes`: the same,
+  of responses by their rounded size, kept if there is a limit in bytes.
 - `calls`: what calls answered that may come twice; buffers of earlier versions get it when they are first used.
 
 All text is COLLATE "C", which for UTF-8 is the order of code points. Creating is free of races between processes; a
@@ -53,12 +54,13 @@ TALLY_COLUMNS = (
     "buffered_tokens",
     "leased_tokens",
     "bytes",
+    "reserved",
     *END_COUNTERS,
     *(f"{end}_tokens" for end in END_COUNTERS),
     "issued_tokens",
     "reset_tokens",
 )
-"""Counters of a task. `bytes` are those of the groups in flight, buffered and leased."""
+"""Counters of a task. `bytes` and `reserved` are those of the groups in flight, buffered and leased."""
 
 SHELF = "(task_name || '/' || status)"
 """Where a buffered group stands: those that are claimed in one order together. As one value, so that only the index of
@@ -102,6 +104,7 @@ CREATE TABLE groups (
     owner text COLLATE "C",
     lease_id text COLLATE "C",
     train_step bigint,
+    reserved_bytes bigint NOT NULL,
     tags bytea,
     tag_values jsonb,
     archive_id bigint,
@@ -142,6 +145,13 @@ CREATE TABLE reasons (
     shard smallint NOT NULL,
     groups bigint NOT NULL,
     PRIMARY KEY (task_name, reason, shard)
+) WITH (fillfactor = 50);
+CREATE TABLE sizes (
+    task_name text COLLATE "C" NOT NULL,
+    size bigint NOT NULL,
+    shard smallint NOT NULL,
+    groups bigint NOT NULL,
+    PRIMARY KEY (task_name, size, shard)
 ) WITH (fillfactor = 50);
 CREATE TABLE owners (
     owner text COLLATE "C" PRIMARY KEY,
@@ -224,6 +234,7 @@ def settings_text(settings: Settings) -> str:
             "choose": chooser,
             "max_groups": settings.max_groups,
             "max_bytes": settings.max_bytes,
+            "expect_group_bytes": settings.expect_group_bytes,
             "keep_trained": settings.keep_trained,
         }
     ).decode()

@@ -49,7 +49,7 @@ class PostgresStorage(PostgresLife):
     # --- moves --------------------------------------------------------------------------------------
 
     async def _room(self, step: Step, groups: int, size: int) -> None:
-        await arriving.check_room(step, self.name, self._settings, looking.USAGE, groups, size)
+        await arriving.hold_room(step, self.name, self._settings, looking.USAGE, groups, size)
 
     async def _anew(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat a step that met a group which was not there when it looked; then it finds it."""
@@ -98,6 +98,7 @@ class PostgresStorage(PostgresLife):
                 cursor=cursor,
                 source_state=source_state,
                 room=self._room,
+                settings=self._settings,
             )
 
         self._check_owner(owner)
@@ -134,7 +135,9 @@ class PostgresStorage(PostgresLife):
             return await self._connections.step(answers.kept_with(put_new, Stored), single=CALL.get() is None)
 
         async def put(step: Step) -> list[Record]:
-            return await arriving.put(step, arrivals, group_ids, frames, owner=owner, room=self._room)
+            return await arriving.put(
+                step, arrivals, group_ids, frames, owner=owner, room=self._room, settings=self._settings
+            )
 
         return await self._connections.step(answers.kept_with(put, Stored))
 

@@ -7,6 +7,7 @@ The rows are written last, task by task in one order, so that no two transaction
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from forebay.ledger import MAX_REASONS, OTHER_REASONS, Account, End, Place
@@ -35,12 +36,19 @@ ON CONFLICT (task_name, reason, shard) DO UPDATE SET groups = r.groups + exclude
 """
 
 
+_ADD_SIZE = f"""
+INSERT INTO sizes AS s (task_name, size, shard, groups) VALUES ($1, $2, pg_backend_pid() % {SHARDS}, $3)
+ON CONFLICT (task_name, size, shard) DO UPDATE SET groups = s.groups + excluded.groups
+"""
+
+
 class Tally:
     """What one transaction changes. `buffered` is by how many groups the buffer grew."""
 
     def __init__(self) -> None:
         self._deltas: dict[str, dict[str, int]] = {}
         self._ends: dict[str, Account] = {}
+        self._sizes: Counter[tuple[str, int]] = Counter()
         self.buffered = 0
 
     def add(self, task_name: str, column: str, n: int) -> None:
@@ -60,6 +68,7 @@ class Tally:
             self.add(task_name, str(place), sign)
         self.add(task_name, f"{place}_tokens", sign * record.tokens)
         self.add(task_name, "bytes", sign * record.bytes)
+        self.add(task_name, "reserved", sign * record.reserve)
 
     def leave(self, record: Record) -> None:
         self.enter(record, -1)
@@ -67,6 +76,10 @@ class Tally:
     def end(self, task_name: str, end: End, tokens: int, reason: str | None, groups: int = 1) -> None:
         """Groups are booked out, under the rules of `Account.end`."""
         self._ends.setdefault(task_name, Account()).end(end, tokens, reason, groups=groups)
+
+    def note_size(self, task_name: str, size: int) -> None:
+        """A response of this rounded size is back; see `capacity`."""
+        self._sizes[task_name, size] += 1
 
     def values(self, task_name: str) -> list[int]:
         """The changes of a task in the order of TALLY_COLUMNS."""
@@ -89,6 +102,8 @@ class Tally:
                 # An error message may hold anything, also what is no text.
                 text = to_text(reason.encode(errors="replace").decode())
                 await connection.execute(_ADD_REASON, name, text, groups, MAX_REASONS, OTHER_REASONS)
+        for (task_name, size), groups in sorted(self._sizes.items()):
+            await connection.execute(_ADD_SIZE, to_text(task_name), size, groups)
         return xid
 
 
@@ -103,10 +118,11 @@ def tally_values(account: Account, records: Any) -> list[int]:
         tally.add(task_name, str(end), groups)
     for end, tokens in account.ended_tokens.items():
         tally.add(task_name, f"{end}_tokens", tokens)
-    for place, status, groups, tokens, size in records:
+    for place, status, groups, tokens, size, reserved in records:
         if place == str(Place.ARCHIVED):
             continue
         tally.add(task_name, f"buffered_{status}" if place == str(Place.BUFFERED) else place, groups)
         tally.add(task_name, f"{place}_tokens", tokens)
         tally.add(task_name, "bytes", size)
+        tally.add(task_name, "reserved", reserved)
     return tally.values(task_name)
