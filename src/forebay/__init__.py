@@ -54,7 +54,7 @@ from forebay.errors import (
     WrongEventLoop,
 )
 from forebay.lease import Lease
-from forebay.ledger import End, Place
+from forebay.ledger import End, GroupEnd, Place
 from forebay.manager import (
     AgentLoopManager,
     BatchRequest,
@@ -118,6 +118,7 @@ __all__ = [
     "ForebayError",
     "FreshestReplayPolicy",
     "FunctionAgentLoop",
+    "GroupEnd",
     "InvalidConfig",
     "InvalidDataset",
     "InvalidGroup",

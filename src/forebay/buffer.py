@@ -28,6 +28,7 @@ from forebay.arguments import (
 )
 from forebay.checks import check_group, whole_number
 from forebay.errors import InvalidConfig, InvalidInput
+from forebay.group_ends import GroupEnds, OnGroupEnd
 from forebay.intake import admit, content_of
 from forebay.lease import Lease, LeaseRequest
 from forebay.ledger import LedgerLine, Place
@@ -62,7 +63,8 @@ class ReplayBuffer:
     responses of its task (before the first ones are back, `expect_group_bytes` for all its members). So what is held
     exceeds `max_bytes` by at most what groups grow beyond that. `lease_s`: how long a holder that stopped beating keeps
     its groups (None: as long as its process lives; 60 s on shared storages).
-    `keep_trained`: so many of the last trained groups stay readable as ARCHIVED.
+    `keep_trained`: so many of the last trained groups stay readable as ARCHIVED. `on_group_end`: a function, plain or
+    async, that is told of every group that leaves for good, with a `GroupEnd`; see `group_ends`.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class ReplayBuffer:
         expect_group_bytes: int = EXPECT_GROUP_BYTES,
         lease_s: float | None = None,
         keep_trained: int = 0,
+        on_group_end: OnGroupEnd | None = None,
     ) -> None:
         self.policy = FIFOReplayPolicy() if policy is None else policy
         self.storage = MemoryStorage() if storage is None else storage
@@ -99,6 +102,8 @@ class ReplayBuffer:
         )
         self._ageing = Ageing(self.storage)
         self._session = Session(self.storage, settings, lease_s, self._ageing.recall)
+        if on_group_end is not None:
+            self._session.group_ends = GroupEnds(self.storage, self.owner, on_group_end)
         self._outlet = Outlet(self._session, self._ageing)
 
     @property
@@ -564,6 +569,7 @@ class ReplayBuffer:
             await self.storage.usage(),
             len(self._session.waits),
             self._session.produced,
+            self._session.group_ends,
         )
 
     # --- checkpoints ----------------------------------------------------------------------------------

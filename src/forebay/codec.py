@@ -38,7 +38,7 @@ from forebay.checks import check_group
 from forebay.dtypes import BFLOAT16, CODE_OF, DTYPES, bfloat16_dtype
 from forebay.errors import DamagedData, InvalidGroup, InvalidInput, UnreadableData, UnsupportedPayload
 from forebay.issued import apply_difference, difference
-from forebay.ledger import Account
+from forebay.ledger import Account, GroupEnd
 from forebay.payload import COLUMNS, LEAVES, check_types, same_prompt
 from forebay.record import Record
 from forebay.references import Resolved, is_reference, put_back
@@ -47,9 +47,11 @@ from forebay.rollout import MAX_DEPTH, MAX_DIMENSIONS, Group, RolloutState
 __all__ = [
     "MAX_FRAME_BYTES",
     "decode_account",
+    "decode_end",
     "decode_group",
     "decode_record",
     "encode_account",
+    "encode_end",
     "encode_group",
     "encode_parts",
     "encode_record",
@@ -554,8 +556,10 @@ _changes_decoder = Decoder(list[tuple[int, dict[str, list[Any]]] | None], ext_ho
 
 encode_record = Encoder().encode
 encode_account = Encoder().encode
+encode_end = Encoder().encode
 _record_decoder = Decoder(Record)
 _account_decoder = Decoder(Account)
+_end_decoder = Decoder(GroupEnd)
 
 
 def decode_record(data: Buffer) -> Record:
@@ -572,3 +576,11 @@ def decode_account(data: Buffer) -> Account:
         return _account_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedData(f"an account cannot be read: {error}") from None
+
+
+def decode_end(data: Buffer) -> GroupEnd:
+    """The end of a group, or DamagedData."""
+    try:
+        return _end_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedData(f"the end of a group cannot be read: {error}") from None

@@ -23,6 +23,7 @@ from forebay.agent_loop.base import AgentLoop
 from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
 from forebay.errors import InvalidConfig, InvalidInput
+from forebay.group_ends import OnGroupEnd
 from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Task
 from forebay.manager.allocation import check_weights
 from forebay.policy import (
@@ -158,10 +159,10 @@ class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_field
         # The rest is checked by the buffer, which costs nothing until it is used.
         self._build(None)
 
-    def build(self) -> ReplayBuffer:
-        return self._build(build_storage(self.storage))
+    def build(self, *, on_group_end: OnGroupEnd | None = None) -> ReplayBuffer:
+        return self._build(build_storage(self.storage), on_group_end)
 
-    def _build(self, storage: Storage | None) -> ReplayBuffer:
+    def _build(self, storage: Storage | None, on_group_end: OnGroupEnd | None = None) -> ReplayBuffer:
         return ReplayBuffer(
             POLICIES[self.policy](),
             storage,
@@ -170,6 +171,7 @@ class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_field
             expect_group_bytes=self.expect_group_bytes,
             lease_s=self.lease_s,
             keep_trained=self.keep_trained,
+            on_group_end=on_group_end,
         )
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "Account",
     "End",
     "Event",
+    "GroupEnd",
     "LedgerLine",
     "Place",
     "Watermark",
@@ -206,6 +207,18 @@ def arrival_tokens(before: int, arriving: int, kept: int) -> tuple[int, int]:
     ((10, 10), (6, 0), (0, 7))
     """
     return max(0, arriving - before), max(0, before - arriving) + arriving - kept
+
+
+class GroupEnd(msgspec.Struct, frozen=True, gc=False):
+    """A group left for good. (task_name, group_id, delivery) names the end; a durable store may tell of it twice."""
+
+    task_name: str
+    group_id: int
+    delivery: int  # how often it was leased
+    session_ids: tuple[int | str, ...]  # of the members that have one
+    end: End
+    reason: str | None  # why it was filtered, failed or discarded
+    train_step: int | None  # for which it was leased
 
 
 LedgerLine: TypeAlias = "dict[str, int]"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from forebay.capacity import fits
+from forebay.group_ends import GroupEnds
 from forebay.ledger import LedgerLine, Place
 from forebay.rollout import Status
 from forebay.storage.base import Holding, Settings, Usage
@@ -25,6 +26,7 @@ def figures(
     usage: Usage,
     waiting: int,
     produced: Collection[str] | None,
+    group_ends: GroupEnds | None,
 ) -> dict[str, int]:
     """A flat dict for any logger: `forebay/<task>/buffered/completed` and the like, in groups and tokens."""
     flat = {
@@ -34,6 +36,8 @@ def figures(
         "forebay/reserved_bytes": usage.reserved,
         "forebay/waiting": waiting,
     }
+    if group_ends is not None:
+        flat |= {"forebay/on_group_end/told": group_ends.told, "forebay/on_group_end/failed": group_ends.failed}
     for task_name, line in ledger.items():
         prefix = f"forebay/{task_name}"
         flat |= {f"{prefix}/{name}": groups for name, groups in line.items()}

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from forebay import report
 from forebay.capacity import fits, reservation
 from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, NoRoom, WaitTimeout, WrongEventLoop
+from forebay.group_ends import GroupEnds
 from forebay.record import Facts
 from forebay.rollout import Status
 from forebay.storage.base import Ready, Reaped, Settings, Storage
@@ -53,6 +54,7 @@ class Session:
         self._opening: asyncio.Future[None] | None = None
         self._opened = False
         self._reap_at = 0.0
+        self.group_ends: GroupEnds | None = None
         self.producers: WeakKeyDictionary[object, frozenset[str]] = WeakKeyDictionary()
         self._asked: list[Mapping[str, int]] = []
         self._refused: tuple[str, tuple[Facts, ...]] | None = None  # task and prompts that found no room last
@@ -89,6 +91,8 @@ class Session:
         self._opening = None
         self._changes = Changes(loop)
         self._unsubscribe = self.storage.subscribe(self._changes.notify)
+        if self._opened and self.group_ends is not None:  # on another loop before
+            self.group_ends.tell_from(self._changes)
 
     async def _open(self) -> None:
         try:
@@ -97,6 +101,10 @@ class Session:
                 self.heartbeat = Heartbeat(lambda: self.storage.beat(self.owner), self.lease_s / 3)
             await self._after_open()
             await self.storage.reap()
+            if self.group_ends is not None:
+                assert self._changes is not None
+                await self.storage.note_ends()
+                self.group_ends.tell_from(self._changes)
             self._opened = True
         except BaseException:
             self._opening = None  # the next call tries again
@@ -113,6 +121,8 @@ class Session:
             self._unsubscribe = None
         if self._opening is not None and not self._opening.done():
             await asyncio.wait((self._opening,))
+        if self.group_ends is not None:
+            await self.group_ends.stop()
         if self._opening is not None or self._opened:
             await self._release()
             self._opening, self._opened = None, False

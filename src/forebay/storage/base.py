@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import msgspec
 
-from forebay.ledger import Account, Event, LedgerLine, Place, Watermark, arrival_tokens
+from forebay.ledger import Account, Event, GroupEnd, LedgerLine, Place, Watermark, arrival_tokens
 from forebay.policy import ARRIVAL, Choose, Order
 from forebay.query import Node
 from forebay.record import Facts, Record, Row, Tags
@@ -371,6 +371,23 @@ class Storage(ABC):
 
         Watermarks go back to the step after it.
         """
+
+    # --- ends ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def note_ends(self) -> None:
+        """From now on note every group that ends, in the step that ends it; a durable storage goes on for good."""
+
+    @abstractmethod
+    async def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
+        """Up to `limit` ends that were noted, oldest first, with their numbers. They are the owner's to tell of.
+
+        Until they are forgotten the owner gets them again, and others only when it has closed or was reaped.
+        """
+
+    @abstractmethod
+    async def forget_ends(self, numbers: Sequence[int]) -> None:
+        """Those who wanted to know of these ends do. Unknown numbers are passed over."""
 
     # --- calls that may come twice --------------------------------------------------------------------
 

@@ -50,6 +50,7 @@ def new_record(
         attempt=attempt,
         owner=owner,
         reserved_bytes=reserved_after(reserved_bytes, facts),
+        session_ids=facts.session_ids,
         tags=NO_TAGS if content.tags is None else content.tags,
     )
 
@@ -72,6 +73,7 @@ def revised_record(record: Record, content: Content) -> Record:
         unjudged=facts.unjudged,
         revision=record.revision + 1,
         reserved_bytes=reserved_after(record.reserved_bytes, facts),
+        session_ids=facts.session_ids,
         tags=record.tags if content.tags is None else content.tags,
         priority=record.priority if content.priority is None else content.priority,
     )

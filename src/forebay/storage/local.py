@@ -47,6 +47,7 @@ class LocalStorage(LocalEnds):
         for owner, (_, deadline) in list(self._deadlines.items()):
             if deadline <= now:
                 self._open.discard(owner)
+                self._ends_of.pop(owner, None)
                 for task_name, groups in self._release(owner).items():
                     returned[task_name] = returned.get(task_name, 0) + groups
         await self._finish(returned)
@@ -155,7 +156,9 @@ class LocalStorage(LocalEnds):
         if self._settings.max_bytes is not None and (size := response_size(content.facts)) is not None:
             note_size(account.sizes, size)
         if isinstance(target, End):
-            last = Row(replace(row.record, tokens=content.facts.tokens, status=content.facts.status), content.group)
+            facts = content.facts
+            ended = replace(row.record, tokens=facts.tokens, status=facts.status, session_ids=facts.session_ids)
+            last = Row(ended, content.group)
             self._table.replace(row.record, last)
             self._end(last, target, arrival.reason)
             return last.record

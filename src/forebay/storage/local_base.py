@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from forebay.errors import BufferClosed, InvalidConfig, InvalidInput
-from forebay.ledger import Account, LedgerLine, Place, check_closed, close_line
+from forebay.ledger import Account, GroupEnd, LedgerLine, Place, check_closed, close_line
 from forebay.policy import Order
 from forebay.query import Node, pins, predicate
 from forebay.record import Record, Row, identify
@@ -56,6 +56,10 @@ class LocalBase(Storage):
         self._gone: set[str] = set()  # owners that were closed
         self._listeners: list[Listener] = []
         self._saved_step: int | None = None  # the model step of the last checkpoint
+        self._notes_ends = False
+        self._ends: dict[int, GroupEnd] = {}  # that nobody was told of, by number
+        self._ends_of: dict[str, set[int]] = {}  # numbers by the owner that tells of them
+        self._next_end = 1
         self._streams = 0  # snapshots under way; they still see groups that have left
 
     @abstractmethod
@@ -88,6 +92,7 @@ class LocalBase(Storage):
         await self.release(owner)
         self._open.discard(owner)
         self._deadlines.pop(owner, None)
+        self._ends_of.pop(owner, None)
 
     def _check_owner(self, owner: str) -> None:
         if owner in self._gone:

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from forebay.buffer import ReplayBuffer
 from forebay.errors import BufferClosed, DuplicateGroup, InvalidInput, LostLease, WaitTimeout
 from forebay.lease import Lease
-from forebay.ledger import Place
+from forebay.ledger import GroupEnd, Place
 from forebay.policy import ReplayPolicy, StalenessReplayPolicy
 from forebay.rollout import RolloutState, Status
 from forebay.storage.base import Storage
@@ -87,6 +87,7 @@ class Model:
         self.issued_tokens = dict.fromkeys(TASKS, 0)
         self.reset_tokens = dict.fromkeys(TASKS, 0)
         self.ended_tokens: dict[tuple[str, str], int] = {}
+        self.told: list[tuple[str, int, str]] = []  # what on_group_end has to be told, in any order
         self.arrivals = 0
         self.thresholds: dict[str, tuple[int | None, int | None]] = {}
         self.retryable = dict.fromkeys(TASKS, True)
@@ -127,8 +128,10 @@ class Model:
         group.arrival = self.arrivals
         group.place = place
 
-    def end(self, group: ModelGroup, end: str) -> None:
+    def end(self, group: ModelGroup, end: str, *, told: bool = True) -> None:
         self.groups.remove(group)
+        if told:
+            self.told.append((*group.identity, end))
         self.ended[group.task, end] = self.ended.get((group.task, end), 0) + 1
         self.ended_tokens[group.task, end] = self.ended_tokens.get((group.task, end), 0) + group.tokens
 
@@ -219,6 +222,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.trained: set[tuple[str, int]] = set()
         self.next_hand_id = 1_000
         self.directory = tempfile.TemporaryDirectory()
+        self.heard: list[tuple[str, int, str]] = []
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(asyncio.wait_for(work, 30))
@@ -226,7 +230,7 @@ class BufferMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             if hasattr(self, "buffer"):  # a run can end before its first step
-                self.run(self.buffer.close())
+                self.close()
         finally:
             self.loop.close()
             self.directory.cleanup()
@@ -243,7 +247,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.buffer = ReplayBuffer(self.policy, self.storage, max_groups=self.model.max_groups)
+        self.buffer = ReplayBuffer(self.policy, self.storage, max_groups=self.model.max_groups, on_group_end=self.hear)
         for task, (threshold, token_threshold) in self.model.thresholds.items():
             self.buffer.set_limits(
                 task,
@@ -251,6 +255,14 @@ class BufferMachine(RuleBasedStateMachine):
                 token_stale_threshold=token_threshold,
                 retryable=self.model.retryable[task],
             )
+
+    async def hear(self, event: GroupEnd) -> None:
+        self.heard.append((event.task_name, event.group_id, str(event.end)))
+
+    def close(self) -> None:
+        """Without a crash every end is told exactly once, on every storage."""
+        self.run(self.buffer.close())
+        assert sorted(self.heard) == sorted(self.model.told)
 
     # --- in -----------------------------------------------------------------------------------------
 
@@ -527,8 +539,7 @@ class BufferMachine(RuleBasedStateMachine):
         """The process ends, what it held comes back; perhaps everything moves to another storage on the way."""
         if not now:
             return
-        old = self.buffer
-        self.run(old.close())
+        self.close()
         if move:
             self.storage = self.run(self.moved())
             self.forget_the_checkpoint()
@@ -555,7 +566,7 @@ class BufferMachine(RuleBasedStateMachine):
         model_step = None if lag is None else max(0, self.train_step - lag)
         with tempfile.TemporaryDirectory() as directory:
             self.run(self.buffer.save(directory, model_step=model_step))
-            self.run(self.buffer.close())
+            self.close()
             self.storage = type(self).make_storage()
             self.open()
             assert self.run(self.buffer.resume(directory)) == model_step
@@ -565,7 +576,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.forget_the_checkpoint()
         for group in list(self.model.groups):
             if group.place == "leased" and model_step is not None and group.train_step <= model_step:
-                self.model.end(group, "trained")
+                self.model.end(group, "trained", told=False)  # it ended in the checkpoint
                 self.train(group)
             elif group.place == "in_flight":
                 self.lost_attempts.append((group.task, group.group_id, group.attempt))

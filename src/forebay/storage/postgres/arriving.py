@@ -16,7 +16,7 @@ from forebay.capacity import MAX_SIZES, check_room, reservation, reserved_after,
 from forebay.codec import encode_group
 from forebay.errors import CursorMoved, DuplicateGroup, LostLease
 from forebay.ledger import End, Event, Place, arrival_event, check_move
-from forebay.record import Record, identify
+from forebay.record import Record, group_end, identify
 from forebay.storage.base import Arrival, Content, Settings, Usage
 from forebay.storage.contents import new_record
 from forebay.storage.postgres.connections import Step
@@ -38,20 +38,20 @@ _NOW = "(SELECT extract(epoch FROM clock_timestamp())::double precision)"
 _FACT_TYPES = (
     "text[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[], $8::double precision[], $9::bigint[], "
     "$10::bigint[], $11::bigint[], $12::bigint[], $13::bigint[], $14::double precision[], $15::boolean[], "
-    "$16::bytea[], $17::jsonb[]"
+    "$16::bytea[], $17::jsonb[], $18::bytea[]"
 )
 _FACTS = (
     "status, samples, tokens, bytes, num_tries, reward, oldest_step, newest_step, token_step, given_staleness, "
-    "unjudged, priority, has_tags, tags, tag_values"
+    "unjudged, priority, has_tags, tags, tag_values, session_ids"
 )
 
 _INSERT = f"""
 INSERT INTO groups ({", ".join(COLUMNS)})
-SELECT nextval('uids'), nextval('arrivals'), u.task_name, u.group_id, u.status, $18, u.samples, u.tokens, u.bytes,
+SELECT nextval('uids'), nextval('arrivals'), u.task_name, u.group_id, u.status, $19, u.samples, u.tokens, u.bytes,
     u.num_tries, u.reward, u.oldest_step, u.newest_step, u.token_step, u.given_staleness, u.unjudged,
-    {_NOW}, {_NOW}, coalesce(u.priority, 0), $19, 0, 0, $20, NULL, NULL, u.reserved_bytes, u.tags, u.tag_values, NULL,
-    NULL
-FROM unnest($1::text[], $2::bigint[], $3::{_FACT_TYPES}, $21::bigint[])
+    {_NOW}, {_NOW}, coalesce(u.priority, 0), $20, 0, 0, $21, NULL, NULL, u.reserved_bytes, u.session_ids, u.tags,
+    u.tag_values, NULL, NULL
+FROM unnest($1::text[], $2::bigint[], $3::{_FACT_TYPES}, $22::bigint[])
     AS u (task_name, group_id, {_FACTS}, reserved_bytes)
 RETURNING uid, timestamp_id, created_at, group_id"""
 
@@ -59,9 +59,9 @@ _INSERT_ALL = f"""
 WITH new AS ({_INSERT}),
 stored AS (
     INSERT INTO payloads (uid, frame)
-    SELECT new.uid, f.frame FROM new JOIN unnest($2::bigint[], $22::bytea[]) AS f (group_id, frame) USING (group_id)
+    SELECT new.uid, f.frame FROM new JOIN unnest($2::bigint[], $23::bytea[]) AS f (group_id, frame) USING (group_id)
 ),
-counted AS ({ADD_TALLY.replace("$1::text", "($1::text[])[1]").replace("$2::bigint[]", "$23::bigint[]")})
+counted AS ({ADD_TALLY.replace("$1::text", "($1::text[])[1]").replace("$2::bigint[]", "$24::bigint[]")})
 SELECT * FROM new"""
 
 _RETURN = f"""
@@ -69,7 +69,7 @@ UPDATE groups g SET timestamp_id = u.timestamp_id, place = 'buffered', owner = N
     status = u.status, samples = u.samples, tokens = u.tokens, bytes = u.bytes, num_tries = u.num_tries,
     reward = u.reward, oldest_step = u.oldest_step, newest_step = u.newest_step, token_step = u.token_step,
     given_staleness = u.given_staleness, unjudged = u.unjudged, revision = g.revision + 1,
-    reserved_bytes = {RESERVED_AFTER},
+    reserved_bytes = {RESERVED_AFTER}, session_ids = u.session_ids,
     priority = coalesce(u.priority, g.priority),
     tags = CASE WHEN u.has_tags THEN u.tags ELSE g.tags END,
     tag_values = CASE WHEN u.has_tags THEN u.tag_values ELSE g.tag_values END
@@ -394,8 +394,9 @@ async def put(
         assert row is not None
         arrival = arrivals[index]
         facts = arrival.content.facts
-        await end_records(step, [row], end, arrival.reason, tokens=facts.tokens)
-        records[index] = replace(row, tokens=facts.tokens, status=facts.status)
+        last = replace(row, session_ids=facts.session_ids)
+        await end_records(step, [last], end, arrival.reason, tokens=facts.tokens)
+        records[index] = replace(last, tokens=facts.tokens, status=facts.status)
     for index in stale:
         numbers = await step.connection.fetchrow(
             f"SELECT nextval('uids') AS uid, nextval('arrivals') AS timestamp_id, {_NOW} AS created_at"
@@ -404,6 +405,7 @@ async def put(
         records[index] = _new_record(
             numbers, arrival.task_name, group_ids[index], arrival.content, Place.BUFFERED, None, 0
         )
+        step.tally.note_end(group_end(records[index], End.DISCARDED, arrival.reason))
     return [records[index] for index in range(len(arrivals))]
 
 

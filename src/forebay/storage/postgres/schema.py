@@ -5,6 +5,7 @@
 - `tallies`: what the ledger says, in shards: a transaction adds its changes to the shard of its own connection,
   so that puts do not wait for one row; a reader adds the shards up. `reasons`: the same, by reason. `sizes`: the same,
   of responses by their rounded size, kept if there is a limit in bytes.
+- `ends`: groups that ended and that nobody was told of, if `store.notes_ends` (see `group_ends`).
 - `calls`: what calls answered that may come twice; buffers of earlier versions get it when they are first used.
 
 All text is COLLATE "C", which for UTF-8 is the order of code points. Creating is free of races between processes; a
@@ -72,6 +73,7 @@ CREATE TABLE store (
     version integer NOT NULL,
     store_id text COLLATE "C" NOT NULL DEFAULT gen_random_uuid()::text,
     saved_step bigint,
+    notes_ends boolean NOT NULL DEFAULT false,
     settings text COLLATE "C"
 );
 CREATE SEQUENCE uids;
@@ -105,6 +107,7 @@ CREATE TABLE groups (
     lease_id text COLLATE "C",
     train_step bigint,
     reserved_bytes bigint NOT NULL,
+    session_ids bytea,
     tags bytea,
     tag_values jsonb,
     archive_id bigint,
@@ -153,6 +156,15 @@ CREATE TABLE sizes (
     groups bigint NOT NULL,
     PRIMARY KEY (task_name, size, shard)
 ) WITH (fillfactor = 50);
+CREATE TABLE ends (
+    number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    task_name text COLLATE "C" NOT NULL,
+    group_id bigint NOT NULL,
+    delivery bigint NOT NULL,
+    owner text COLLATE "C",
+    data bytea NOT NULL
+) WITH (autovacuum_vacuum_scale_factor = 0.02);
+CREATE INDEX ends_identity ON ends (task_name, group_id);
 CREATE TABLE owners (
     owner text COLLATE "C" PRIMARY KEY,
     lease_s double precision,

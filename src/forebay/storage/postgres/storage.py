@@ -17,7 +17,7 @@ import asyncpg
 
 from forebay.codec import encode_group
 from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, LostLease, NoRoom
-from forebay.ledger import Account, Event, Watermark
+from forebay.ledger import Account, Event, GroupEnd, Watermark
 from forebay.query import Node
 from forebay.record import Record, Row
 from forebay.rollout import Status
@@ -285,6 +285,26 @@ class PostgresStorage(PostgresLife):
     async def rewind(self, model_step: int) -> dict[str, int]:
         async with self._used():
             return await self._connections.step(lambda step: leaving.rewind(step, model_step))
+
+    # --- ends -----------------------------------------------------------------------------------------
+
+    async def note_ends(self) -> None:
+        await self._read(
+            lambda connection: connection.execute("UPDATE store SET notes_ends = true WHERE NOT notes_ends")
+        )
+
+    async def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
+        self._check_owner(owner)
+        async with self._used():
+            async with self._connections.lend() as connection:
+                if not await connection.fetchval("SELECT EXISTS (SELECT FROM ends)"):
+                    return []
+            return await self._connections.step(lambda step: leaving.take_ends(step, owner, limit))
+
+    async def forget_ends(self, numbers: Sequence[int]) -> None:
+        await self._read(
+            lambda connection: connection.execute("DELETE FROM ends WHERE number = ANY($1)", list(numbers))
+        )
 
     # --- calls that may come twice --------------------------------------------------------------------
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from forebay.ledger import MAX_REASONS, OTHER_REASONS, Account, End, Place
+from forebay.codec import encode_end
+from forebay.ledger import MAX_REASONS, OTHER_REASONS, Account, End, GroupEnd, Place
 from forebay.record import Record
 from forebay.storage.postgres.rows import to_text
 from forebay.storage.postgres.schema import SHARDS, TALLY_COLUMNS
@@ -24,7 +25,7 @@ SELECT $1::text, pg_backend_pid() % {SHARDS}, {", ".join(f"($2::bigint[])[{i + 1
 ON CONFLICT (task_name, shard) DO UPDATE SET {", ".join(f"{c} = t.{c} + excluded.{c}" for c in TALLY_COLUMNS)}
 """
 
-_ADD_TALLY_IN_STEP = f"{ADD_TALLY} RETURNING pg_current_xact_id()::text"
+_ADD_TALLY_IN_STEP = f"{ADD_TALLY} RETURNING pg_current_xact_id()::text, (SELECT notes_ends FROM store)"
 
 _ADD_REASON = f"""
 INSERT INTO reasons AS r (task_name, reason, shard, groups)
@@ -49,6 +50,7 @@ class Tally:
         self._deltas: dict[str, dict[str, int]] = {}
         self._ends: dict[str, Account] = {}
         self._sizes: Counter[tuple[str, int]] = Counter()
+        self._group_ends: list[GroupEnd] = []
         self.buffered = 0
 
     def add(self, task_name: str, column: str, n: int) -> None:
@@ -77,6 +79,10 @@ class Tally:
         """Groups are booked out, under the rules of `Account.end`."""
         self._ends.setdefault(task_name, Account()).end(end, tokens, reason, groups=groups)
 
+    def note_end(self, end: GroupEnd) -> None:
+        """A group ended; written if the store notes that."""
+        self._group_ends.append(end)
+
     def note_size(self, task_name: str, size: int) -> None:
         """A response of this rounded size is back; see `capacity`."""
         self._sizes[task_name, size] += 1
@@ -94,9 +100,10 @@ class Tally:
     async def flush(self, connection: Any) -> str | None:
         """Write the changes, as the last step before the commit; the number of the transaction, if there were any."""
         xid: str | None = None
+        notes_ends = False
         for task_name in sorted(self._deltas.keys() | self._ends.keys()):
             name = to_text(task_name)
-            xid = await connection.fetchval(_ADD_TALLY_IN_STEP, name, self.values(task_name))
+            xid, notes_ends = await connection.fetchrow(_ADD_TALLY_IN_STEP, name, self.values(task_name))
             ends = self._ends.get(task_name)
             for reason, groups in sorted(ends.reasons.items()) if ends is not None else ():
                 # An error message may hold anything, also what is no text.
@@ -104,6 +111,11 @@ class Tally:
                 await connection.execute(_ADD_REASON, name, text, groups, MAX_REASONS, OTHER_REASONS)
         for (task_name, size), groups in sorted(self._sizes.items()):
             await connection.execute(_ADD_SIZE, to_text(task_name), size, groups)
+        if notes_ends and self._group_ends:
+            await connection.executemany(
+                "INSERT INTO ends (task_name, group_id, delivery, data) VALUES ($1, $2, $3, $4)",
+                [(to_text(e.task_name), e.group_id, e.delivery, encode_end(e)) for e in self._group_ends],
+            )
         return xid
 
 
