@@ -12,9 +12,10 @@ __all__ = ["closed_ledger", "turns"]
 
 async def closed_ledger(buffer: ReplayBuffer, task_name: str = "math") -> dict[str, int]:
     """The ledger of a task without its zeros; all ledgers are closed, or the test fails."""
-    ledger = await buffer.ledger()
-    for name, line in ledger.items():
-        assert line["issued"] == sum(line.values()) - line["issued"], f"the ledger of {name} is open: {line}"
+    for unit in ("tokens", "groups"):
+        ledger = await buffer.ledger(tokens=unit == "tokens")
+        for name, line in ledger.items():
+            assert line["issued"] == sum(line.values()) - line["issued"], f"the ledger of {name} is open: {line} {unit}"
     return {name: n for name, n in ledger.get(task_name, {}).items() if n}
 
 

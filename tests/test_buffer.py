@@ -23,6 +23,7 @@ from forebay import (
     ReplayBuffer,
     ReplayPolicy,
     RolloutState,
+    Sampler,
     Status,
 )
 from forebay.testing import make_group
@@ -116,6 +117,17 @@ async def test_refresh_counts_only_what_newly_expired() -> None:
         "code": 0,
     }
     assert (await buffer.stats())["forebay/math/tokens/reset"] == 18
+
+
+async def test_g01_tokens_that_are_too_old_on_arrival_are_in_the_token_ledger() -> None:
+    buffer = ReplayBuffer()
+    buffer.set_limits("math", stale_threshold=1)
+    group = await Sampler([{"prompt": "q"}]).with_buffer(buffer).sample("math")
+    group[0].response_ids, group[0].status = [1] * 10, Status.COMPLETED
+    await buffer.put(group, "math", model_step=0, current_train_step=5)
+    assert (await buffer.stats())["forebay/math/tokens/reset"] == 10
+    line = (await buffer.ledger(tokens=True))["math"]
+    assert line["issued"] == 10 == sum(line.values()) - 10
 
 
 async def test_refresh_leaves_leased_groups_alone_and_they_are_judged_when_they_come_back() -> None:

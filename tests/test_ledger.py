@@ -18,6 +18,7 @@ from forebay.ledger import (
     arrival_event,
     check_move,
     close_line,
+    open_ledger,
     take_event,
 )
 from forebay.rollout import Status
@@ -191,13 +192,13 @@ def test_a_ledger_that_does_not_close_shows() -> None:
     assert line.pop("issued") != sum(line.values())
 
 
-def test_the_ledger_in_tokens_closes_by_what_the_groups_hold_or_held() -> None:
-    account = Account(issued=4)
+def test_g01_the_ledger_in_tokens_is_closed_only_if_every_issued_token_is_accounted_for() -> None:
+    account = Account(issued=4, issued_tokens=151, reset_tokens=9)
     account.end(End.TRAINED, 100, None)
     account.end(End.FAILED, 7, "timeout")
     line = close_line(account, {Place.BUFFERED: 30, Place.LEASED: 5, Place.ARCHIVED: 100}, tokens=True)
     assert line == {
-        "issued": 142,
+        "issued": 151,
         "in_flight": 0,
         "buffered": 30,
         "leased": 5,
@@ -205,4 +206,12 @@ def test_the_ledger_in_tokens_closes_by_what_the_groups_hold_or_held() -> None:
         "filtered": 0,
         "failed": 7,
         "discarded": 0,
+        "reset": 9,
     }
+    assert line["issued"] == sum(line.values()) - line["issued"]
+    account.reset_tokens = 0
+    tokens = {Place.BUFFERED: 30, Place.LEASED: 5}
+    places = {Place.BUFFERED: 1, Place.LEASED: 1}
+    assert list(open_ledger(account, places, tokens, "math")) == [
+        "task 'math' issued 151 tokens, but 142 are accounted for"
+    ]

@@ -58,7 +58,7 @@ from forebay.errors import (
     WrongEventLoop,
 )
 from forebay.lease import Lease
-from forebay.ledger import End, Place
+from forebay.ledger import End, GroupEnd, Place
 from forebay.manager import (
     AgentLoopManager,
     BatchRequest,
@@ -136,6 +136,7 @@ __all__ = [
     "ForebayError",
     "FreshestReplayPolicy",
     "FunctionAgentLoop",
+    "GroupEnd",
     "InvalidConfig",
     "InvalidDataset",
     "InvalidGroup",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import report
@@ -27,6 +28,7 @@ from forebay.arguments import (
 )
 from forebay.checks import check_group, whole_number
 from forebay.errors import InvalidConfig, InvalidInput
+from forebay.group_ends import GroupEnds, OnGroupEnd
 from forebay.intake import admit, content_of
 from forebay.lease import Lease, LeaseRequest
 from forebay.ledger import LedgerLine, Place
@@ -38,7 +40,7 @@ from forebay.resolving import lost_reason, needs_values, resolve_arrivals, resol
 from forebay.rollout import RolloutState, Status
 from forebay.session import Session
 from forebay.staleness import EXPIRABLE, Limits, check_step
-from forebay.storage.base import Arrival, Claimed, Ready, Settings, Storage
+from forebay.storage.base import EXPECT_GROUP_BYTES, Arrival, Claimed, Ready, Settings, Storage
 from forebay.storage.memory import MemoryStorage
 
 if TYPE_CHECKING:
@@ -56,9 +58,13 @@ _SLICE_GROUPS = 64
 class ReplayBuffer:
     """Groups of rollouts between those who generate and those who train.
 
-    `max_groups` and `max_bytes` bound what is in flight, buffered and leased together. `lease_s`: how long a holder
-    that stopped beating keeps its groups (None: as long as its process lives; 60 s on shared storages).
-    `keep_trained`: so many of the last trained groups stay readable as ARCHIVED.
+    `max_groups` and `max_bytes` bound what is in flight, buffered and leased together. A group that is being generated
+    counts with the size that it is expected to have: its prompt, and for each member the 99th percentile of the
+    responses of its task (before the first ones are back, `expect_group_bytes` for all its members). So what is held
+    exceeds `max_bytes` by at most what groups grow beyond that. `lease_s`: how long a holder that stopped beating keeps
+    its groups (None: as long as its process lives; 60 s on shared storages).
+    `keep_trained`: so many of the last trained groups stay readable as ARCHIVED. `on_group_end`: a function, plain or
+    async, that is told of every group that leaves for good, with a `GroupEnd`; see `group_ends`.
     """
 
     def __init__(
@@ -68,8 +74,10 @@ class ReplayBuffer:
         *,
         max_groups: int | None = None,
         max_bytes: int | None = None,
+        expect_group_bytes: int = EXPECT_GROUP_BYTES,
         lease_s: float | None = None,
         keep_trained: int = 0,
+        on_group_end: OnGroupEnd | None = None,
     ) -> None:
         self.policy = FIFOReplayPolicy() if policy is None else policy
         self.storage = MemoryStorage() if storage is None else storage
@@ -89,10 +97,13 @@ class ReplayBuffer:
             choose=self.policy.choose,
             max_groups=max_groups,
             max_bytes=max_bytes,
+            expect_group_bytes=whole_number("expect_group_bytes", expect_group_bytes, least=0),
             keep_trained=whole_number("keep_trained", keep_trained, least=0),
         )
         self._ageing = Ageing(self.storage)
         self._session = Session(self.storage, settings, lease_s, self._ageing.recall)
+        if on_group_end is not None:
+            self._session.group_ends = GroupEnds(self.storage, self.owner, on_group_end)
         self._outlet = Outlet(self._session, self._ageing)
 
     @property
@@ -221,7 +232,6 @@ class ReplayBuffer:
             lambda: self.storage.put(arrivals, owner=self.owner),
             f"room for {len(arrivals)} groups of task {task_name!r}",
             task_name,
-            [arrival.content.facts.bytes for arrival in arrivals if not arrival.stale],
             timeout_s,
         )
         self._ageing.remember(task_name, limits)
@@ -247,7 +257,7 @@ class ReplayBuffer:
         contents = []
         for group in checked_many("groups", groups):
             check_group(group, task_name)
-            contents.append(content_of(tuple(group), None, None))
+            contents.append(content_of(tuple(group), None, None, task_name))
         drawn = contents
         if needs_values(self.storage):
             contents = await self._valued(resolve_contents(contents), task_name)
@@ -255,8 +265,8 @@ class ReplayBuffer:
             lambda: self.storage.issue(task_name, contents, owner=self.owner, cursor=cursor, source_state=source_state),
             f"room to draw {len(contents)} groups of task {task_name!r}",
             task_name,
-            [content.facts.bytes for content in contents],
             timeout_s,
+            [content.facts for content in contents],
         )
         lost = {}
         for record, content, before in zip(records, contents, drawn, strict=True):
@@ -300,7 +310,23 @@ class ReplayBuffer:
         """How many more groups fit just now; None without a limit in groups."""
         await self._session.ready()
         limit = self.max_groups
-        return None if limit is None else max(0, limit - (await self.storage.usage()).groups)
+        if limit is None:
+            return None
+        room = max(0, limit - (await self.storage.usage()).groups)
+        if not room:
+            await self._session.refused("", ())
+        return room
+
+    def produces(self, producer: object, tasks: Collection[str]) -> None:
+        """For managers: which tasks they produce from now on. The groups of all others count as kept aside."""
+        if tasks:
+            self._session.producers[producer] = frozenset(tasks)
+        else:
+            self._session.producers.pop(producer, None)
+
+    def asking(self, wants: Mapping[str, int]) -> AbstractContextManager[None]:
+        """For managers that produce and wait for a batch in turns: producing fails if the batch can never come."""
+        return self._session.asking(wants)
 
     @property
     def max_groups(self) -> int | None:
@@ -319,9 +345,13 @@ class ReplayBuffer:
         tasks: Collection[str],
         *,
         timeout_s: float | None = None,
+        wants: Mapping[str, int] | None = None,
     ) -> T:
-        """Repeat an attempt after every change of the storage, until it returns something; `explain_wait` lists it."""
-        return await self._session.until(attempt, what, tasks, timeout_s)
+        """Repeat an attempt after every change of the storage, until it returns something; `explain_wait` lists it.
+
+        `wants`: the batch of completed groups that it is for; InvalidConfig as soon as that can never come.
+        """
+        return await self._session.until(attempt, what, tasks, timeout_s, wants=wants)
 
     async def produced(self, task_name: str) -> int:
         """Groups of a task that count towards its target: buffered COMPLETED (and fresh), leased, trained."""
@@ -395,6 +425,7 @@ class ReplayBuffer:
             asked(wants),
             timeout_s,
             Ready(wants=wants, status=status),
+            wants if status is Status.COMPLETED else None,
         )
         return await grant(claimed)
 
@@ -418,7 +449,8 @@ class ReplayBuffer:
             return await self._is_ready(wants, status) or None
 
         ready = Ready(wants=wants, status=status)
-        await self._session.until(attempt, batch_name(wants, status), asked(wants), timeout_s, ready)
+        completed = wants if status is Status.COMPLETED else None
+        await self._session.until(attempt, batch_name(wants, status), asked(wants), timeout_s, ready, completed)
 
     async def is_ready(self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED) -> bool:
         """Whether every task has as many groups as asked; tasks asked for 0 or less do not count."""
@@ -528,7 +560,7 @@ class ReplayBuffer:
     async def ledger(self, *, tokens: bool = False) -> dict[str, LedgerLine]:
         """Per task: issued = in_flight + buffered + leased + trained + filtered + failed + discarded (G1).
 
-        In groups, or in generated tokens.
+        In groups, or in generated tokens, of which those thrown away while their group stayed are `reset`.
         """
         await self._session.ready()
         return await self.storage.ledger(tokens=tokens)
@@ -547,7 +579,10 @@ class ReplayBuffer:
             await self.storage.count_statuses(list(ledger), list(Status)),
             await self.storage.accounts(),
             await self.storage.usage(),
+            self._session.settings,
             len(self._session.waits),
+            self._session.produced,
+            self._session.group_ends,
         )
 
     # --- checkpoints ----------------------------------------------------------------------------------

@@ -38,18 +38,20 @@ from forebay.checks import check_group
 from forebay.dtypes import BFLOAT16, CODE_OF, DTYPES, bfloat16_dtype
 from forebay.errors import DamagedData, InvalidGroup, InvalidInput, UnreadableData, UnsupportedPayload
 from forebay.issued import apply_difference, difference
-from forebay.ledger import Account
+from forebay.ledger import Account, GroupEnd
 from forebay.payload import COLUMNS, LEAVES, check_types, same_prompt
 from forebay.record import Record
 from forebay.references import Resolved, is_reference, put_back
-from forebay.rollout import Group, RolloutState
+from forebay.rollout import MAX_DEPTH, MAX_DIMENSIONS, Group, RolloutState
 
 __all__ = [
     "MAX_FRAME_BYTES",
     "decode_account",
+    "decode_end",
     "decode_group",
     "decode_record",
     "encode_account",
+    "encode_end",
     "encode_group",
     "encode_parts",
     "encode_record",
@@ -62,8 +64,6 @@ _VERSION, _WITH_REFERENCES, _WITH_CHANGES = 1, 2, 3
 _START = struct.Struct("<4sB3xIQ")
 _HEADER = struct.Struct("<4sB3xIQI")
 _ALIGNMENT = 16
-_MAX_DIMENSIONS = 8
-_MAX_DEPTH = 64
 _MAX_SAMPLES = 65_536
 _MAX_VALUES = 65_536
 
@@ -252,8 +252,8 @@ class _ArrayWriter:
         kind = type(value)
         if kind in LEAVES:
             return value
-        if depth >= _MAX_DEPTH:
-            raise UnsupportedPayload(f"{path[:120]}: nested deeper than {_MAX_DEPTH} levels")
+        if depth >= MAX_DEPTH:
+            raise UnsupportedPayload(f"{path[:120]}: nested deeper than {MAX_DEPTH} levels")
         if kind is dict:
             if LEAVES.issuperset(map(type, value.values())) and set(map(type, value)) <= _TEXTS:
                 return value
@@ -282,9 +282,9 @@ class _ArrayWriter:
                 _dtype_code(value.dtype)
             except TypeError as error:
                 raise UnsupportedPayload(f"{path}: {error}") from None
-            if value.ndim > _MAX_DIMENSIONS:
+            if value.ndim > MAX_DIMENSIONS:
                 raise UnsupportedPayload(
-                    f"{path}: an array of {value.ndim} dimensions; expected at most {_MAX_DIMENSIONS}"
+                    f"{path}: an array of {value.ndim} dimensions; expected at most {MAX_DIMENSIONS}"
                 )
             return value
         if kind is Resolved or is_reference(value):
@@ -294,9 +294,14 @@ class _ArrayWriter:
                     f"{path}: a reference inside the value of another; expected values of plain data"
                 )
             return self._value(value, path) if kind is Resolved else self._reference(value, path)
+        what = f"{path}: a {kind.__module__}.{kind.__qualname__}"
+        if kind.__module__.partition(".")[0] == "ray":
+            raise UnsupportedPayload(
+                f"{what} is unknown here; `import forebay.ray` makes it a reference, before any put"
+            )
         raise UnsupportedPayload(
-            f"{path}: a {kind.__module__}.{kind.__qualname__} is not plain data; expected texts, numbers, bools, None, "
-            "bytes, lists, tuples, dicts and numpy arrays of them (numpy scalars: .item(); torch tensors: .numpy())"
+            f"{what} is not plain data; expected texts, numbers, bools, None, bytes, lists, tuples, dicts and numpy "
+            "arrays of them (numpy scalars: .item(); torch tensors: .numpy())"
         )
 
     def _value(self, resolved: Resolved, path: str) -> Ext:
@@ -477,8 +482,8 @@ def _with_prompts(content: _Head) -> Group:
 def _read_extension(code: int, data: memoryview) -> Any:
     if code == _TUPLE:
         _reading.depth += 1
-        if _reading.depth > _MAX_DEPTH + 1:
-            raise InvalidGroup(f"tuples nested deeper than {_MAX_DEPTH} levels")
+        if _reading.depth > MAX_DEPTH + 1:
+            raise InvalidGroup(f"tuples nested deeper than {MAX_DEPTH} levels")
         items = _value_decoder.decode(data)
         _reading.depth -= 1
         if type(items) is not list:
@@ -510,7 +515,7 @@ def _read_reference(known: Sequence[Any] | None, data: memoryview) -> Any:
 
 
 def _read_array(data: memoryview) -> np.ndarray[Any, Any]:
-    if len(data) < 10 or data[1] > _MAX_DIMENSIONS or len(data) != 2 + 8 * (data[1] + 1):
+    if len(data) < 10 or data[1] > MAX_DIMENSIONS or len(data) != 2 + 8 * (data[1] + 1):
         raise InvalidGroup(f"an array described by {len(data)} bytes")
     dtype = _DTYPE_OF.get(data[0])
     if dtype is not None and data[1] == 1:  # nearly every array is a column of tokens
@@ -551,8 +556,10 @@ _changes_decoder = Decoder(list[tuple[int, dict[str, list[Any]]] | None], ext_ho
 
 encode_record = Encoder().encode
 encode_account = Encoder().encode
+encode_end = Encoder().encode
 _record_decoder = Decoder(Record)
 _account_decoder = Decoder(Account)
+_end_decoder = Decoder(GroupEnd)
 
 
 def decode_record(data: Buffer) -> Record:
@@ -569,3 +576,11 @@ def decode_account(data: Buffer) -> Account:
         return _account_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise DamagedData(f"an account cannot be read: {error}") from None
+
+
+def decode_end(data: Buffer) -> GroupEnd:
+    """The end of a group, or DamagedData."""
+    try:
+        return _end_decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedData(f"the end of a group cannot be read: {error}") from None

@@ -24,6 +24,7 @@ from forebay.arguments import checked_task
 from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
 from forebay.errors import InvalidConfig, InvalidInput
+from forebay.group_ends import OnGroupEnd
 from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Task
 from forebay.manager.allocation import check_weights
 from forebay.policy import (
@@ -47,7 +48,7 @@ from forebay.produce.filters import Filter
 from forebay.produce.judge import GroupReward, SampleReward
 from forebay.prompts import Tokenize, ToRolloutState
 from forebay.sampler import Sampler
-from forebay.storage.base import Storage
+from forebay.storage.base import EXPECT_GROUP_BYTES, Storage
 from forebay.storage.memory import MemoryStorage
 
 __all__ = [
@@ -148,6 +149,7 @@ class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_field
     storage: str = "memory"
     max_groups: int | None = None
     max_bytes: int | None = None
+    expect_group_bytes: int = EXPECT_GROUP_BYTES
     lease_s: float | None = None
     keep_trained: int = 0
 
@@ -156,18 +158,21 @@ class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_field
             raise InvalidConfig(f"unknown policy {self.policy!r}; expected one of {', '.join(POLICIES)}")
         build_storage(self.storage)
         # The rest is checked by the buffer, which costs nothing until it is used.
-        ReplayBuffer(
-            max_groups=self.max_groups, max_bytes=self.max_bytes, lease_s=self.lease_s, keep_trained=self.keep_trained
-        )
+        self._build(None)
 
-    def build(self) -> ReplayBuffer:
+    def build(self, *, on_group_end: OnGroupEnd | None = None) -> ReplayBuffer:
+        return self._build(build_storage(self.storage), on_group_end)
+
+    def _build(self, storage: Storage | None, on_group_end: OnGroupEnd | None = None) -> ReplayBuffer:
         return ReplayBuffer(
             POLICIES[self.policy](),
-            build_storage(self.storage),
+            storage,
             max_groups=self.max_groups,
             max_bytes=self.max_bytes,
+            expect_group_bytes=self.expect_group_bytes,
             lease_s=self.lease_s,
             keep_trained=self.keep_trained,
+            on_group_end=on_group_end,
         )
 
 

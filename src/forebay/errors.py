@@ -261,7 +261,15 @@ class WaitTimeout(ForebayError, TimeoutError):
 
 
 class NoRoom(ForebayError):
-    """The capacity is used up. The buffer waits for room; only storages raise this."""
+    """The capacity is used up. The buffer waits for room; only storages raise this.
+
+    `groups` and `bytes` are what would have to fit.
+    """
+
+    def __init__(self, message: str, groups: int, size: int) -> None:
+        super().__init__(message)
+        self.groups = groups
+        self.bytes = size
 
 
 class LostLease(ForebayError):

@@ -11,10 +11,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forebay.checks import check_group
-from forebay.errors import InvalidInput
+from forebay.errors import InvalidInput, UnsupportedPayload
 from forebay.issued import settle_changes
 from forebay.record import Tags, describe
-from forebay.rollout import Group, RolloutState, Status, VersionSpans, freeze_arrays, group_status, versioned_tokens
+from forebay.rollout import (
+    Group,
+    RolloutState,
+    Status,
+    VersionSpans,
+    freeze_arrays,
+    group_status,
+    group_tokens,
+    versioned_tokens,
+)
 from forebay.staleness import EXPIRABLE, Limits, check_versions, expire_members, sample_staleness, stamp
 from forebay.storage.base import Arrival, Content
 
@@ -36,9 +45,12 @@ def admit(
     group = tuple(items)
     for state in group:
         settle_changes(state)
+        if state.error_msg is not None and not state.error_msg.isascii():
+            state.error_msg = state.error_msg.encode(errors="replace").decode()  # messages may hold anything
     if model_step is not None:
         _stamp(group, model_step)
     stale = False
+    reset_tokens = 0
     if train_step is not None:
         check_versions(group)
         for state in group:
@@ -46,16 +58,19 @@ def admit(
         if group_status(group) in EXPIRABLE:
             expired = expire_members(group, limits.floors(train_step))
             if limits.retryable:
-                group = expired or group
+                if expired is not None:
+                    reset_tokens = group_tokens(group) - group_tokens(expired)
+                    group = expired
             else:
                 stale = expired is not None or group_status(group) is Status.EXPIRED
     return Arrival(
         task_name=task_name,
-        content=content_of(group, tags, priority),
+        content=content_of(group, tags, priority, task_name),
         group_id=group_id,
         attempt=attempt,
         stale=stale,
         reason="stale" if stale else _last_error(group),
+        reset_tokens=reset_tokens,
     )
 
 
@@ -70,12 +85,28 @@ def _stamp(group: Group, model_step: int) -> None:
             spans = ()  # only members of one version and length share their spans
 
 
-def content_of(group: Group, tags: Tags | None, priority: float | None) -> Content:
-    """A group of the buffer's own as the storage wants it."""
+def content_of(group: Group, tags: Tags | None, priority: float | None, task_name: str | None = None) -> Content:
+    """A group of the buffer's own as the storage wants it; UnsupportedPayload says what no frame can hold."""
     if priority is not None and (not isinstance(priority, (int, float)) or not abs(priority) <= 1e300):
         raise InvalidInput(f"priority is {priority!r:.80}; expected a finite number")
     freeze_arrays(group)
-    return Content(group, describe(group), tags, priority)
+    try:
+        facts = describe(group)
+    except UnsupportedPayload as error:
+        name = f"group {group[0].group_id} of task {task_name or group[0].task_name!r}"
+        raise UnsupportedPayload(f"{name}: {_with_path(group, error)}") from None
+    return Content(group, facts, tags, priority)
+
+
+def _with_path(group: Group, error: UnsupportedPayload) -> UnsupportedPayload:
+    """What is wrong with a payload, said by the codec, which knows the path of every value."""
+    from forebay.codec import encode_group  # imported here: the buffer works without it
+
+    try:
+        encode_group(group, [])
+    except UnsupportedPayload as found:
+        return found
+    return error
 
 
 def expire_content(group: Group, limits: Limits, train_step: int) -> Content | None:

@@ -1,13 +1,15 @@
 """Where a group can be, how it can end, and which moves between them are legal.
 
 The ledger is closed (guarantee G1): per task, `issued` equals the groups in flight, buffered and leased plus
-those that ended as trained, filtered, failed or discarded. This file is the table of moves and the account of
-a task; it stores no groups. A storage keeps the counts in step with its rows and asks here before it moves one.
+those that ended as trained, filtered, failed or discarded. In tokens the same holds with one more exit, `reset`: tokens
+that were thrown away while their group stayed. This file is the table of moves and the account of a task; it stores no
+groups. A storage keeps the counts in step with its rows and asks here before it moves one.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from typing import TypeAlias
 
 import msgspec
@@ -23,12 +25,16 @@ __all__ = [
     "Account",
     "End",
     "Event",
+    "GroupEnd",
     "LedgerLine",
     "Place",
     "Watermark",
     "arrival_event",
+    "arrival_tokens",
+    "check_closed",
     "check_move",
     "close_line",
+    "open_ledger",
     "rewound_watermark",
     "take_event",
 ]
@@ -171,7 +177,9 @@ class Account(msgspec.Struct, kw_only=True):
     ended: dict[End, int] = msgspec.field(default_factory=dict)
     ended_tokens: dict[End, int] = msgspec.field(default_factory=dict)
     reasons: dict[str, int] = msgspec.field(default_factory=dict)
-    reset_tokens: int = 0  # tokens thrown away because their member expired
+    issued_tokens: int = 0  # generated tokens that arrived with groups, counted as they arrive
+    sizes: dict[int, int] = msgspec.field(default_factory=dict)  # of responses, rounded: how many; see `capacity`
+    reset_tokens: int = 0  # of those, the ones thrown away while their group stayed: too old, or dropped by a producer
     watermark: Watermark | None = None
     source_state: bytes | None = None  # of the data set, as of the cursor: `fingerprint.SourceState`
 
@@ -190,12 +198,51 @@ class Account(msgspec.Struct, kw_only=True):
                 del self.reasons[kept]  # what was booked out was put back
 
 
+def arrival_tokens(before: int, arriving: int, kept: int) -> tuple[int, int]:
+    """The tokens that an arrival issues, and those that it resets.
+
+    `before`: in its row until now (0: it has none). `arriving`: as the producer gave it. `kept`: as it is stored.
+
+    >>> arrival_tokens(0, 10, 0), arrival_tokens(4, 10, 10), arrival_tokens(10, 3, 3)
+    ((10, 10), (6, 0), (0, 7))
+    """
+    return max(0, arriving - before), max(0, before - arriving) + arriving - kept
+
+
+class GroupEnd(msgspec.Struct, frozen=True, gc=False):
+    """A group left for good. (task_name, group_id, delivery) names the end; a durable store may tell of it twice."""
+
+    task_name: str
+    group_id: int
+    delivery: int  # how often it was leased
+    session_ids: tuple[int | str, ...]  # of the members that have one
+    end: End
+    reason: str | None  # why it was filtered, failed or discarded
+    train_step: int | None  # for which it was leased
+
+
 LedgerLine: TypeAlias = "dict[str, int]"
 
 
 def close_line(account: Account, places: dict[Place, int], *, tokens: bool = False) -> LedgerLine:
-    """The ledger of one task. In tokens, `issued` is what the groups hold now or held when they ended."""
+    """The ledger of one task, in groups or in generated tokens; the latter has `reset` as well."""
     ended = account.ended_tokens if tokens else account.ended
     line = {str(place): places.get(place, 0) for place in (Place.IN_FLIGHT, Place.BUFFERED, Place.LEASED)}
     line |= {str(end): ended.get(end, 0) for end in End}
-    return {"issued": sum(line.values()) if tokens else account.issued, **line}
+    if tokens:
+        return {"issued": account.issued_tokens, **line, "reset": account.reset_tokens}
+    return {"issued": account.issued, **line}
+
+
+def open_ledger(account: Account, places: dict[Place, int], tokens: dict[Place, int], task_name: str) -> Iterator[str]:
+    """Where the ledger of a task does not close, in groups and in tokens."""
+    for unit, line in (("groups", close_line(account, places)), ("tokens", close_line(account, tokens, tokens=True))):
+        held = sum(line.values()) - line["issued"]
+        if held != line["issued"]:
+            yield f"task {task_name!r} issued {line['issued']:,} {unit}, but {held:,} are accounted for"
+
+
+def check_closed(account: Account, places: dict[Place, int], tokens: dict[Place, int], task_name: str) -> None:
+    """InvalidInput unless the ledger of a task that is restored closes."""
+    for problem in open_ledger(account, places, tokens, task_name):
+        raise InvalidInput(f"{problem}; nothing restored")

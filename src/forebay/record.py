@@ -15,14 +15,14 @@ import msgspec
 
 from forebay.errors import InvalidInput
 from forebay.issued import remember_prompt
-from forebay.ledger import Place
+from forebay.ledger import End, GroupEnd, Place
 from forebay.rollout import (
     Group,
     RolloutState,
     Status,
     carries_response,
-    group_bytes,
     group_reward,
+    group_sizes,
     group_status,
     group_tokens,
 )
@@ -33,9 +33,11 @@ __all__ = [
     "Record",
     "Row",
     "Scalar",
+    "SessionIds",
     "Tags",
     "check_tags",
     "describe",
+    "group_end",
     "identify",
     "is_fresh",
     "number_rollouts",
@@ -45,6 +47,8 @@ __all__ = [
 
 Scalar: TypeAlias = str | int | float | bool | None
 Tags: TypeAlias = Mapping[str, Scalar]
+
+SessionIds: TypeAlias = tuple[int | str, ...]
 
 NO_TAGS: Tags = {}
 
@@ -56,6 +60,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     samples: int
     tokens: int
     bytes: int
+    response_bytes: int  # of `bytes`, what is not the prompt's
     num_tries: int
     reward: float | None
     oldest_step: int | None
@@ -63,6 +68,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     token_step: int | None
     given_staleness: int
     unjudged: int  # 1 if nothing is left to generate, but reward and filter are still to come; else 0
+    session_ids: SessionIds = ()
 
 
 class Record(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -93,7 +99,27 @@ class Record(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     owner: str | None = None  # who holds it, in flight or leased
     lease_id: str | None = None
     train_step: int | None = None  # for which it is leased, or was trained
+    reserved_bytes: int = 0  # the size that is kept free for it; see `capacity`
+    session_ids: SessionIds = ()  # of the members that have one
     tags: Tags = NO_TAGS
+
+    @property
+    def reserve(self) -> int:
+        """The bytes that it may still grow by within its reservation."""
+        return max(0, self.reserved_bytes - self.bytes)
+
+
+def group_end(record: Record, end: End, reason: str | None) -> GroupEnd:
+    """What is told of a group that ends."""
+    return GroupEnd(
+        record.task_name,
+        record.group_id,
+        record.deliveries,
+        record.session_ids,
+        end,
+        None if end is End.TRAINED else reason or end.value,
+        record.train_step,
+    )
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
@@ -106,12 +132,14 @@ class Row(msgspec.Struct, frozen=True, gc=False):
 def describe(group: Sequence[RolloutState]) -> Facts:
     """The facts of a checked group."""
     oldest = group_oldest_step(group)
+    size, response_bytes = group_sizes(group)
     versioned = oldest is not None
     return Facts(
         group_status(group),
         len(group),
         group_tokens(group),
-        group_bytes(group),
+        size,
+        response_bytes,
         max([state.num_tries for state in group]),
         group_reward(group),
         oldest,
@@ -119,6 +147,7 @@ def describe(group: Sequence[RolloutState]) -> Facts:
         group_token_step(group) if versioned else None,
         0 if versioned else max([state.seq_staleness for state in group]),
         _waits_for_judging(group),
+        tuple([state.session_id for state in group if state.session_id is not None]),
     )
 
 

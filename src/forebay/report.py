@@ -5,15 +5,17 @@ Pure: given what the storage said, it returns text and numbers, and touches neit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from forebay.capacity import fits
 from forebay.fingerprint import unverified_records
+from forebay.group_ends import GroupEnds
 from forebay.ledger import Account, LedgerLine, Place
 from forebay.rollout import Status
-from forebay.storage.base import Holding, Usage
+from forebay.storage.base import Holding, Settings, Usage
 from forebay.waiting import Wait
 
-__all__ = ["explanation", "figures"]
+__all__ = ["capacity", "explanation", "figures"]
 
 Counts = Mapping[str, Mapping[Status, int]]
 
@@ -24,16 +26,29 @@ def figures(
     counts: Counts,
     accounts: Mapping[str, Account],
     usage: Usage,
+    settings: Settings,
     waiting: int,
+    produced: Collection[str] | None,
+    group_ends: GroupEnds | None,
 ) -> dict[str, int]:
     """A flat dict for any logger: `forebay/<task>/buffered/completed` and the like, in groups and tokens."""
-    flat = {"forebay/groups": usage.groups, "forebay/bytes": usage.bytes, "forebay/waiting": waiting}
+    flat = {
+        "forebay/groups": usage.groups,
+        "forebay/groups_kept_aside": sum(_kept_aside(ledger, produced).values()),
+        "forebay/bytes": usage.bytes,
+        "forebay/reserved_bytes": usage.reserved,
+        "forebay/waiting": waiting,
+    }
+    for name in ("max_groups", "max_bytes"):
+        if (limit := getattr(settings, name)) is not None:
+            flat[f"forebay/{name}"] = limit
+    if group_ends is not None:
+        flat |= {"forebay/on_group_end/told": group_ends.told, "forebay/on_group_end/failed": group_ends.failed}
     for task_name, line in ledger.items():
         prefix = f"forebay/{task_name}"
         flat |= {f"{prefix}/{name}": groups for name, groups in line.items()}
         flat |= {f"{prefix}/buffered/{status}": n for status, n in counts[task_name].items()}
-        flat |= {f"{prefix}/tokens/{name}": n for name, n in tokens[task_name].items() if name != "issued"}
-        flat[f"{prefix}/tokens/reset"] = accounts[task_name].reset_tokens
+        flat |= {f"{prefix}/tokens/{name}": n for name, n in tokens[task_name].items()}
         flat[f"{prefix}/unverified_records"] = unverified_records(accounts[task_name].source_state)
     return flat
 
@@ -45,8 +60,8 @@ def explanation(
     counts: Counts,
     holdings: Sequence[Holding],
     usage: Usage,
-    max_groups: int | None,
-    max_bytes: int | None,
+    settings: Settings,
+    produced: Collection[str] | None,
 ) -> str:
     """What is waited for, and for every task concerned what there is and who holds the rest."""
     waits = list(waits)
@@ -57,19 +72,41 @@ def explanation(
     for task_name in sorted(named or ledger):
         lines.append(_task_line(task_name, ledger.get(task_name), counts.get(task_name, {})))
         lines += [_holding_line(holding) for holding in holdings if holding.task_name == task_name]
-    full = (max_groups is not None and usage.groups >= max_groups) or (
-        max_bytes is not None and usage.bytes >= max_bytes
-    )
-    if max_groups is not None or max_bytes is not None:
-        limits = [
-            f"{used} of {limit} {unit}"
-            for used, limit, unit in ((usage.groups, max_groups, "groups"), (usage.bytes, max_bytes, "bytes"))
-            if limit is not None
-        ]
+    if settings.max_groups is not None or settings.max_bytes is not None:
+        full = not fits(usage, settings, 1, 1)
         lines.append(
-            f"capacity: {' and '.join(limits)} in use" + ("; nothing new fits until groups leave" if full else "")
+            f"capacity: {capacity(usage, settings, ledger, produced)}"
+            + ("; nothing new fits until groups leave" if full else "")
         )
     return "\n".join(lines)
+
+
+def capacity(
+    usage: Usage, settings: Settings, ledger: Mapping[str, LedgerLine], produced: Collection[str] | None
+) -> str:
+    """What is used of each limit, and by tasks that nobody produces."""
+    limits = []
+    if settings.max_groups is not None:
+        limits.append(f"{usage.groups} of {settings.max_groups} groups in use")
+    if settings.max_bytes is not None:
+        limits.append(f"{usage.bytes} of {settings.max_bytes} bytes in use and {usage.reserved} reserved")
+    text = " and ".join(limits)
+    for task_name, groups in _kept_aside(ledger, produced).items():
+        text += (
+            f", {groups} of them belong to {task_name!r}, which no task here produces "
+            f"(discard({{'task_name': {task_name!r}}}, reason) frees those that are buffered)"
+        )
+    return text
+
+
+def _kept_aside(ledger: Mapping[str, LedgerLine], produced: Collection[str] | None) -> dict[str, int]:
+    """Groups that count against the capacity, of tasks that nobody produces."""
+    held = {
+        task_name: line["in_flight"] + line["buffered"] + line["leased"]
+        for task_name, line in ledger.items()
+        if produced is not None and task_name not in produced
+    }
+    return {task_name: groups for task_name, groups in held.items() if groups}
 
 
 def _task_line(task_name: str, line: LedgerLine | None, counts: Mapping[Status, int]) -> str:

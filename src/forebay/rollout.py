@@ -14,16 +14,20 @@ import enum
 import itertools
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import msgspec
 from numpy import floating, integer, ndarray
 
-from forebay.errors import InvalidGroup, InvalidInput
+from forebay.dtypes import CODE_OF, dtype_name
+from forebay.errors import InvalidGroup, InvalidInput, UnsupportedPayload
 from forebay.references import REFERENCE_BYTES, Resolved, is_reference
 
 __all__ = [
     "ISSUED_FIELDS",
+    "MAX_DEPTH",
+    "MAX_DIMENSIONS",
     "PROMPT_FIELDS",
     "Group",
     "RolloutState",
@@ -37,6 +41,7 @@ __all__ = [
     "freeze_arrays",
     "group_bytes",
     "group_reward",
+    "group_sizes",
     "group_status",
     "group_tokens",
     "lacks_tokens",
@@ -375,44 +380,87 @@ def group_bytes(group: Sequence[RolloutState]) -> int:
     Prompt fields that members share (the same object) count once: the prompt is stored once for a group, and what an
     agent loop changed of it counts as the difference. So does the value of a reference that was resolved; one that was
     not is small, whatever it refers to.
+
+    The same pass refuses what no frame can hold: UnsupportedPayload. The codec knows the path (see `intake`).
     """
-    size = 0
+    return group_sizes(group)[0]
+
+
+def group_sizes(group: Sequence[RolloutState]) -> tuple[int, int]:
+    """The size of a group, and what of it is not its prompt's."""
+    size = prompt_size = 0
     counted: set[Resolved] = set()
     prompts: list[RolloutState] = []  # as they were issued, each once
     for state in group:
-        for column in (state.response_ids, state.logprobs, state.response_mask, state.tokens):
+        kinds = (type(state.session_id), type(state.sample_params), type(state.tool_calls), type(state.loop_state))
+        if kinds not in _MEMBER_KINDS or type(state.unjudged) is not bool:
+            raise UnsupportedPayload("a field of a sample is of a type that it cannot have")
+        columns = (state.response_ids, state.logprobs, state.response_mask, state.tokens, state.input_ids, state.labels)
+        for column in columns:
             if column is not None:
-                size += 8 * len(column) if type(column) is list else column.nbytes  # type: ignore[union-attr]
-        response = state.response
-        if response is not None:
-            size += len(response) if response.isascii() else _text_bytes(response)
+                plain = type(column) is ndarray and column.dtype in CODE_OF
+                size += column.nbytes if plain else _column_bytes(column)  # type: ignore[union-attr]
+        for text in (state.response, state.error_msg):
+            if text is not None:
+                size += len(text) if text.isascii() else _text_bytes(text)
+        if state.finish_reason is not None and not state.finish_reason.isascii():
+            _text_bytes(state.finish_reason)
+        if state.session_id is not None:
+            _value_bytes(state.session_id, counted)  # must be storable, and does not count
         reward = state.reward
         if reward is not None:
             flat = len(reward) == 1 and type(reward.get("score")) is float
             size += _SCORE_BYTES if flat else _value_bytes(reward, counted)
-        for value in (state.input_ids, state.labels, state.tool_calls, state.routed_experts, state.error_msg):
+        if state.tool_calls:
+            _check_dicts(state.tool_calls)
+        for value in (state.tool_calls, state.routed_experts, state.loop_state):
             if value is not None:
                 size += _value_bytes(value, counted)
-        if state.loop_state:
-            size += _value_bytes(state.loop_state, counted)
         prompt = state
         if state.issued is not None:
             prompt = state.issued
+            _check_prompt(state)
             size += _changed_bytes(state, prompt, counted)
             if any(prompt is other for other in prompts):
                 continue
         if prompt.extra_fields:
-            size += _value_bytes(prompt.extra_fields, counted)
-        if not prompts:
-            fields = [getattr(prompt, name) for name in PROMPT_FIELDS]
-            size += sum([_value_bytes(value, counted) for value in fields if value is not None])
-        elif not shares_prompt(prompt, prompts[0]):
+            prompt_size += _value_bytes(prompt.extra_fields, counted)
+        if not prompts or not shares_prompt(prompt, prompts[0]):
+            _check_prompt(prompt)
             for name in PROMPT_FIELDS:
                 value = getattr(prompt, name)
-                if not any(value is getattr(other, name) for other in prompts):
-                    size += _value_bytes(value, counted)
+                if value is not None and not any(value is getattr(other, name) for other in prompts):
+                    prompt_size += _column_bytes(value) if name == "prompt_ids" else _value_bytes(value, counted)
+        if state.sample_params is not None and not any(state.sample_params is p.sample_params for p in prompts):
+            _check_sample_params(state.sample_params)
         prompts.append(prompt)
-    return size
+    return prompt_size + size, size
+
+
+_NONE = type(None)
+_MEMBER_KINDS = frozenset(product((int, str, _NONE), (SampleParams, _NONE), (list, _NONE), (dict, _NONE)))
+_PROMPT_KINDS = frozenset(product((list,), (dict, _NONE), (dict, _NONE), (list, _NONE)))
+_DICTS = frozenset((dict,))
+
+
+def _check_prompt(state: RolloutState) -> None:
+    kinds = (type(state.message), type(state.mm_info), type(state.reward_model), type(state.tools))
+    if kinds not in _PROMPT_KINDS:
+        raise UnsupportedPayload("a field of a prompt is of a type that it cannot have")
+    _check_dicts(state.message)
+    _check_dicts(state.tools or ())
+
+
+def _check_dicts(items: Sequence[Any]) -> None:
+    if not _DICTS.issuperset(map(type, items)):
+        raise UnsupportedPayload("a list of dicts has an item that is none")
+
+
+def _check_sample_params(params: SampleParams) -> None:
+    try:
+        msgspec.convert(msgspec.to_builtins(params), SampleParams)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise UnsupportedPayload(f"sample_params: {error}") from None
 
 
 def shares_prompt(one: RolloutState, other: RolloutState) -> bool:
@@ -439,7 +487,7 @@ def _changed_bytes(state: RolloutState, issued: RolloutState, counted: set[Resol
     size = 0
     for name in ISSUED_FIELDS:
         value, before = getattr(state, name), getattr(issued, name)
-        if value is before:
+        if value is before or name == "sample_params":
             continue
         if type(value) is type(before) is list:
             value = value[common_prefix(value, before) :]
@@ -456,46 +504,100 @@ def common_prefix(items: Sequence[Any], before: Sequence[Any]) -> int:
 
 
 def _text_bytes(text: str) -> int:
-    return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+    if text.isascii():
+        return len(text)
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise UnsupportedPayload(f"a text is not valid Unicode: {error}") from None
 
 
-def _value_bytes(value: Any, counted: set[Resolved]) -> int:
-    # A stack instead of recursion: user data may be nested deeper than Python recurses. Numbers and texts, which
+def _column_bytes(column: Any) -> int:
+    """The size of a token column."""
+    kind = type(column)
+    if kind is ndarray:
+        if dtype_name(column.dtype) is None:
+            raise UnsupportedPayload(f"an array of {column.dtype} is not plain data")
+        return int(column.nbytes)
+    if kind is not list or not _are_numbers(column):
+        raise UnsupportedPayload("a token column is neither a numpy array nor a list of numbers")
+    return 8 * len(column)
+
+
+def _are_numbers(items: Sequence[Any]) -> bool:
+    """Whether all items are numbers that a frame can hold."""
+    try:
+        # A third of the time that looking at each type takes. Numbers beyond 64 bits that cancel out pass.
+        total = sum(items)
+    except Exception:
+        return False
+    if type(total) in _NUMBERS and abs(total) < _SURELY_SMALL:
+        return True
+    return all(type(item) in _NUMBERS and (type(item) is not int or _is_small(item)) for item in items)
+
+
+def _is_small(number: int) -> bool:
+    """Whether a whole number fits into 64 bits."""
+    return -(2**63) <= number < 2**64
+
+
+def _value_bytes(value: Any, counted: set[Resolved], *, inside_reference: bool = False) -> int:
+    # Level by level instead of recursion: user data may be nested deeper than Python recurses. Numbers and texts, which
     # are nearly everything, are counted in place.
     size = 0
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        kind = type(value)
-        if kind is dict:
-            items: Sequence[Any] = [*value, *value.values()]
-        elif kind is list or kind is tuple:
-            if set(map(type, value)) <= _NUMBERS:
-                size += 8 * len(value)
-                continue
-            size += 8 * sum(type(item) not in _NUMBERS for item in value)
-            items = value
-        else:
-            items = (value,)
-        for item in items:
-            kind = type(item)
-            if kind in _NUMBERS:
-                size += 8
-            elif kind is str:
-                size += _text_bytes(item)
-            elif kind in _CONTAINERS:
-                stack.append(item)
-            elif kind is bytes or kind is bytearray:
-                size += len(item)
-            elif kind is Resolved:
-                size += REFERENCE_BYTES
-                if item not in counted:
-                    counted.add(item)
-                    stack.append(item.value)
-            elif item is not None:
-                size += REFERENCE_BYTES if is_reference(item) else int(getattr(item, "nbytes", 8))
+    level = [value]
+    depth = 0
+    while level:
+        deeper: list[Any] = []
+        for value in level:
+            kind = type(value)
+            if kind is dict:
+                if not _TEXTS.issuperset(map(type, value)):
+                    raise UnsupportedPayload("a dict has a key that is no text")
+                items: Sequence[Any] = [*value, *value.values()]
+            elif kind is list or kind is tuple:
+                if set(map(type, value)) <= _NUMBERS and _are_numbers(value):
+                    size += 8 * len(value)
+                    continue
+                size += 8 * sum(type(item) not in _NUMBERS for item in value)
+                items = value
+            else:
+                items = (value,)
+            for item in items:
+                kind = type(item)
+                if kind in _NUMBERS:
+                    if kind is int and not _is_small(item):
+                        raise UnsupportedPayload("a whole number has more than 64 bits")
+                    size += 8
+                elif kind is str:
+                    size += _text_bytes(item)
+                elif kind in _CONTAINERS:
+                    deeper.append(item)
+                elif kind is bytes:
+                    size += len(item)
+                elif kind is ndarray:
+                    if (item.dtype not in CODE_OF and dtype_name(item.dtype) is None) or item.ndim > MAX_DIMENSIONS:
+                        raise UnsupportedPayload(f"an array of {item.dtype}, {item.ndim} dimensions, is not plain data")
+                    size += item.nbytes
+                elif kind is Resolved or is_reference(item):
+                    if inside_reference:
+                        raise UnsupportedPayload("a reference inside the value of another")
+                    size += REFERENCE_BYTES
+                    if kind is Resolved and item not in counted:
+                        counted.add(item)
+                        size += _value_bytes(item.value, counted, inside_reference=True)
+                elif item is not None:
+                    raise UnsupportedPayload(f"a {kind.__module__}.{kind.__qualname__} is not plain data")
+        level = deeper
+        depth += 1
+        if level and depth >= MAX_DEPTH:
+            raise UnsupportedPayload(f"nested deeper than {MAX_DEPTH} levels")
     return size
 
 
+MAX_DEPTH = 64
+MAX_DIMENSIONS = 8
 _NUMBERS = frozenset((int, float, bool))
+_TEXTS = frozenset((str,))
 _CONTAINERS = frozenset((dict, list, tuple))
+_SURELY_SMALL = 2**53

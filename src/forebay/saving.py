@@ -256,6 +256,7 @@ def _row(data: bytes, frame: bytes, prompts_only: bool) -> Row:
 def _described(record: Record, group: Group) -> Record:
     """The record with what follows from the samples computed from them."""
     facts = asdict(describe(group))
+    del facts["response_bytes"]
     if record.status is Status.ABORTED and facts["status"] in (Status.INIT, Status.EXPIRED):
         facts["status"] = Status.ABORTED  # its producer went away; see `record.present`
     return replace(record, **facts)

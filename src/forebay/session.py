@@ -11,11 +11,16 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from forebay import report
-from forebay.errors import BufferClosed, InvalidInput, NoRoom, WaitTimeout, WrongEventLoop
+from forebay.capacity import fits, reservation
+from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, NoRoom, WaitTimeout, WrongEventLoop
+from forebay.group_ends import GroupEnds
+from forebay.record import Facts
 from forebay.rollout import Status
 from forebay.storage.base import Ready, Reaped, Settings, Storage
 from forebay.threads import in_thread
@@ -49,6 +54,10 @@ class Session:
         self._opening: asyncio.Future[None] | None = None
         self._opened = False
         self._reap_at = 0.0
+        self.group_ends: GroupEnds | None = None
+        self.producers: WeakKeyDictionary[object, frozenset[str]] = WeakKeyDictionary()
+        self._asked: list[Mapping[str, int]] = []
+        self._refused: tuple[str, tuple[Facts, ...]] | None = None  # task and prompts that found no room last
 
     # --- life -----------------------------------------------------------------------------------------
 
@@ -82,6 +91,8 @@ class Session:
         self._opening = None
         self._changes = Changes(loop)
         self._unsubscribe = self.storage.subscribe(self._changes.notify)
+        if self._opened and self.group_ends is not None:  # on another loop before
+            self.group_ends.tell_from(self._changes)
 
     async def _open(self) -> None:
         try:
@@ -90,6 +101,10 @@ class Session:
                 self.heartbeat = Heartbeat(lambda: self.storage.beat(self.owner), self.lease_s / 3)
             await self._after_open()
             await self.storage.reap()
+            if self.group_ends is not None:
+                assert self._changes is not None
+                await self.storage.note_ends()
+                self.group_ends.tell_from(self._changes)
             self._opened = True
         except BaseException:
             self._opening = None  # the next call tries again
@@ -106,6 +121,8 @@ class Session:
             self._unsubscribe = None
         if self._opening is not None and not self._opening.done():
             await asyncio.wait((self._opening,))
+        if self.group_ends is not None:
+            await self.group_ends.stop()
         if self._opening is not None or self._opened:
             await self._release()
             self._opening, self._opened = None, False
@@ -141,10 +158,12 @@ class Session:
         tasks: Collection[str],
         timeout_s: float | None,
         ready: Ready | None = None,
+        wants: Mapping[str, int] | None = None,
     ) -> T:
         """Repeat an attempt after every change until it finds something; WaitTimeout explains what was missing.
 
-        `ready`: what has to be there at the least, for a storage that can wait for that by itself.
+        `ready`: what has to be there at the least, for a storage that can wait for that by itself. `wants`: the batch
+        of completed groups that it waits for; InvalidConfig at once if that can never come.
         """
         changes = await self.ready()
         deadline = Deadline(timeout_s)
@@ -154,6 +173,8 @@ class Session:
             return found
         with self.waits.listed(what, tasks):
             while True:
+                if wants is not None:
+                    await self.check_can_come(wants)
                 await self._wait(changes, ticket, deadline, what, ready)
                 ticket = changes.ticket
                 found = await attempt()
@@ -165,34 +186,102 @@ class Session:
         attempt: Callable[[], Awaitable[T]],
         what: str,
         task_name: str,
-        sizes: Sequence[int],
         timeout_s: float | None,
+        prompts: Sequence[Facts] = (),
     ) -> T:
-        """Repeat a step until there is room for it; refuse at once what can never fit."""
+        """Repeat a step until there is room for it; refuse at once what can never fit.
+
+        `prompts`: those that the step issues.
+        """
         changes = await self.ready()
         ticket = changes.ticket
         try:
-            return await attempt()
+            done = await attempt()
         except NoRoom as full:
-            for limit, needed, unit in (
-                (self.settings.max_groups, len(sizes), "groups"),
-                (self.settings.max_bytes, sum(sizes), "bytes"),
-            ):
-                if limit is not None and needed > limit:
-                    raise InvalidInput(
-                        f"{needed} {unit} can never fit into a buffer of {limit} {unit}; put less at once, or raise "
-                        f"max_{unit}"
-                    ) from full
+            ready = self._needed(full)
+            if prompts:
+                await self.refused(task_name, prompts)
+        else:
+            self._refused = None
+            return done
         deadline = Deadline(timeout_s)
-        ready = Ready(room_groups=len(sizes), room_bytes=sum(sizes))
         with self.waits.listed(what, (task_name,)):
             while True:
                 await self._wait(changes, ticket, deadline, what, ready)
                 ticket = changes.ticket
                 try:
                     return await attempt()
-                except NoRoom:
-                    continue
+                except NoRoom as full:
+                    ready = self._needed(full)
+
+    def _needed(self, full: NoRoom) -> Ready:
+        """The room that a step has to wait for; InvalidInput if there can never be so much."""
+        for limit, needed, unit in (
+            (self.settings.max_groups, full.groups, "groups"),
+            (self.settings.max_bytes, full.bytes, "bytes"),
+        ):
+            if limit is not None and needed > limit:
+                raise InvalidInput(
+                    f"{needed} {unit} can never fit into a buffer of {limit} {unit}; put less at once, or raise "
+                    f"max_{unit}"
+                ) from full
+        return Ready(room_groups=full.groups, room_bytes=full.bytes)
+
+    @property
+    def produced(self) -> frozenset[str] | None:
+        """The tasks that managers produce with this buffer; None without a manager."""
+        return frozenset().union(*self.producers.values()) if self.producers else None
+
+    # --- what can never come --------------------------------------------------------------------------
+
+    @contextmanager
+    def asking(self, wants: Mapping[str, int]) -> Iterator[None]:
+        """Within this block producers of this buffer work for nobody but the caller, who waits for this batch."""
+        self._asked.append(wants)
+        try:
+            yield
+        finally:
+            self._asked.remove(wants)
+
+    async def refused(self, task_name: str, prompts: Sequence[Facts]) -> None:
+        """Prompts (none: of any size) found no room. InvalidConfig if whoever produces also waits, and for ever."""
+        is_news, self._refused = self._refused is None, (task_name, tuple(prompts))
+        for wants in self._asked:
+            await self.check_can_come(wants)
+        if is_news:
+            self.nudge()  # perhaps those who wait for a batch wait in vain
+
+    async def check_can_come(self, wants: Mapping[str, int]) -> None:
+        """InvalidConfig if a batch is not there and can never be.
+
+        That is: a producer of this buffer found no room for its next prompt, nothing is in flight, leased, or buffered
+        to be generated again, and what is buffered is not enough.
+        """
+        if self._refused is None:
+            return
+        task_name, prompts = self._refused
+        ledger = await self.storage.ledger()
+        if any(line["in_flight"] or line["leased"] for line in ledger.values()):
+            return
+        # What nobody produces is not drawn again either.
+        tasks = [name for name in ledger if self.produced is None or name in self.produced]
+        again = await self.storage.count_statuses(tasks, (Status.INIT, Status.EXPIRED, Status.ABORTED))
+        available = await self.storage.available(list(wants), Status.COMPLETED)
+        if any(any(counts.values()) for counts in again.values()) or all(
+            available[name] >= n for name, n in wants.items()
+        ):
+            return
+        sizes = (await self.storage.account(task_name)).sizes
+        needed = sum(reservation(facts, sizes, self.settings) for facts in prompts)
+        usage = await self.storage.usage()
+        if fits(usage, self.settings, max(1, len(prompts)), needed) or await self.storage.ledger() != ledger:
+            return
+        there = ", ".join(f"{available[name]} of {n} groups of task {name!r}" for name, n in wants.items() if n > 0)
+        raise InvalidConfig(
+            f"a batch can never be complete: {there} are there, nothing is in flight or leased, and the next prompt "
+            f"({needed:,} bytes with its responses) finds no room; "
+            f"{report.capacity(usage, self.settings, ledger, self.produced)}. Raise the limit, or ask for less"
+        )
 
     async def _wait(self, changes: Changes, ticket: int, deadline: Deadline, what: str, ready: Ready | None) -> None:
         """Until something changed, the next deadline of a holder passed, or our own time is up."""
@@ -217,6 +306,6 @@ class Session:
             await self.storage.count_statuses(list(ledger), list(Status)),
             await self.storage.holdings(),
             await self.storage.usage(),
-            self.settings.max_groups,
-            self.settings.max_bytes,
+            self.settings,
+            self.produced,
         )

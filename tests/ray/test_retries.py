@@ -31,7 +31,7 @@ from forebay.testing import make_group
 
 COMPLETED, ABORTED = Status.COMPLETED, Status.ABORTED
 SPEC = HostSpec(name="grpo", settings=Settings(), lease_s=60.0, wait_places=3)
-OPEN = wire.OpenArgs("me", SPEC.settings.order, None, None, 0, 60.0)  # type: ignore[union-attr]
+OPEN = wire.OpenArgs("me", SPEC.settings.order, None, None, 1 << 20, 0, 60.0)  # type: ignore[union-attr]
 
 
 class Client:
@@ -310,7 +310,7 @@ async def test_g03_an_undo_that_comes_again_after_a_crash_puts_nothing_back_twic
     await client.send(undo)
     # Somebody else takes what came back, for good.
     other = Client(sqlite.host, "other")
-    await other.call("open", wire.OpenArgs("you", SPEC.settings.order, None, None, 0, 60.0))  # type: ignore[union-attr]
+    await other.call("open", wire.OpenArgs("you", SPEC.settings.order, None, None, 1 << 20, 0, 60.0))  # type: ignore[union-attr]
     await other.call("claim", take(2), kind=wire.ClaimedHead)
     before = await line(sqlite.host)
     client.host = await sqlite.crash()
@@ -403,7 +403,7 @@ async def test_the_places_of_dead_clients_come_free(place: Place) -> None:
     host = await place.begin()
     dead, living = Client(host, "dead"), Client(host, "living")
     await dead.call("open", OPEN)
-    await living.call("open", wire.OpenArgs("you", SPEC.settings.order, None, None, 0, 60.0))  # type: ignore[union-attr]
+    await living.call("open", wire.OpenArgs("you", SPEC.settings.order, None, None, 1 << 20, 0, 60.0))  # type: ignore[union-attr]
     ready = Ready(wants={"math": 1})
     waits = [await host.begin_wait(_wait_head(0, ready, wait_id=name, client=name)) for name in ("dead", "living")]
     host._books["dead"].heard_at -= 61

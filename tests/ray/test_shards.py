@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from forebay import BufferLost, LostLease, ReplayBuffer, ReplayBufferConfig, Status, WaitTimeout
+from forebay import BufferLost, GroupEnd, LostLease, ReplayBuffer, ReplayBufferConfig, Status, WaitTimeout
 from forebay.ray import RayReplayBuffer
 from forebay.ray.actor import actor_name
 from forebay.ray.operations import UID_BITS
@@ -267,3 +267,21 @@ async def test_g01_when_one_of_the_actors_is_lost_the_tasks_of_the_others_go_on(
             ray.get_actor(actor_name(name, 1), namespace="forebay")
         async with hosted(name, shards=2) as again:
             assert await again.ledger() == {}
+
+
+async def test_the_client_with_the_callback_is_told_of_the_ends_of_all_shards(shared: str) -> None:
+    heard: list[GroupEnd] = []
+    tasks = tasks_of("told")
+    listener = await asyncio.to_thread(RayReplayBuffer.connect, shared, on_group_end=heard.append)
+    async with listener, connected(shared) as other:
+        await listener.stats()  # it is open: from now on ends are noted
+        expected = {(task_name, group_id) for task_name in tasks for group_id in await fill(other, 2, task_name)}
+        for task_name in tasks:
+            await other.get(2, task_name, COMPLETED)
+        await eventually(lambda: _heard_all(heard, tasks, expected))
+    mine = [(event.task_name, event.group_id) for event in heard if event.task_name in tasks]
+    assert len(mine) == len(expected)
+
+
+async def _heard_all(heard: list[GroupEnd], tasks: list[str], expected: set[tuple[str, int]]) -> bool:
+    return {(event.task_name, event.group_id) for event in heard if event.task_name in tasks} == expected

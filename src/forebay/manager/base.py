@@ -73,6 +73,7 @@ class Manager:
         self._closed = False
         self._leased: set[int] = set()  # steps whose batch was handed out
         self._seen: dict[str, Figures] = {}
+        replay_buffer.produces(self, self.tasks)
         for name, task in self.tasks.items():
             task.strategy.figures(name)  # its limits hold from now on, also for what is handed out before it produces
 
@@ -383,7 +384,11 @@ class Manager:
             self.progress.forget_planned()
         gone |= set(manifest.accounts) - self.tasks.keys()
         if gone:
-            log.warning("tasks_kept_aside tasks=%s: not among this manager's; their groups stay", sorted(gone))
+            log.warning(
+                "tasks_kept_aside tasks=%s: not among this manager's; their groups stay and take their room until "
+                "discard({'task_name': ...}, reason)",
+                sorted(gone),
+            )
         self.steps.model_step, self._asked = model_step, 0
         self._set_clock()
         log.info("manager_resumed path=%s model_step=%d next_step=%d", path, model_step, self.steps.train_step)
@@ -475,6 +480,7 @@ class Manager:
     async def shutdown(self) -> None:
         """Stop producing; what is in flight is back in the buffer when this returns. The buffer stays open."""
         self._closed = True
+        self.replay_buffer.produces(self, ())
         self.replay_buffer.nudge()
         await self._close_strategies()
 

@@ -94,12 +94,13 @@ class AgentLoopManager(Manager):
             task_stale_thresholds={name: task.strategy.stale_threshold for name, task in self.tasks.items()},
             current_train_step=train_step,
         )
-        complete = await self._produce(sizes, lambda name, line: self._target(sizes[name], line))
+        wants = {name: groups for name, groups in sizes.items() if groups}
+        with self.replay_buffer.asking(wants):
+            complete = await self._produce(sizes, lambda name, line: self._target(sizes[name], line))
         self._check_open()
         await self._pause_strategies(self.tasks)
         if not complete:
             return None
-        wants = {name: groups for name, groups in sizes.items() if groups}
         return await self.replay_buffer.try_lease(wants, train_step=train_step)
 
     def _target(self, groups: int, line: LedgerLine) -> int | None:

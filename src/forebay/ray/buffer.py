@@ -25,6 +25,7 @@ from forebay.buffer import ReplayBuffer
 from forebay.checks import whole_number
 from forebay.config import IN_MEMORY, POLICIES, SQLITE_URL, ReplayBufferConfig
 from forebay.errors import BufferLost, ForebayError, InvalidConfig, NameTaken, NoSuchBuffer, StorageUnavailable
+from forebay.group_ends import OnGroupEnd
 from forebay.policy import Order, ReplayPolicy
 from forebay.ray import notes, wire
 from forebay.ray.actor import NAMESPACE, SPARE_THREADS, BufferActor, actor_name
@@ -62,14 +63,23 @@ class HostedPolicy(ReplayPolicy):
 class RayReplayBuffer(ReplayBuffer):
     """A buffer in the cluster. Made by `create` and `connect`; it can be sent to other processes, which connect."""
 
-    def __init__(self, name: str, storage: Storage, policy: ReplayPolicy, settings: wire.BufferSettings) -> None:
+    def __init__(
+        self,
+        name: str,
+        storage: Storage,
+        policy: ReplayPolicy,
+        settings: wire.BufferSettings,
+        on_group_end: OnGroupEnd | None = None,
+    ) -> None:
         super().__init__(
             policy,
             storage,
             max_groups=settings.max_groups,
             max_bytes=settings.max_bytes,
+            expect_group_bytes=settings.expect_group_bytes,
             lease_s=settings.lease_s,
             keep_trained=settings.keep_trained,
+            on_group_end=on_group_end,
         )
         self.name = name
 
@@ -89,6 +99,7 @@ class RayReplayBuffer(ReplayBuffer):
         shards: int = 1,
         wait_places: int = 64,
         actor_options: Mapping[str, Any] | None = None,
+        on_group_end: OnGroupEnd | None = None,
     ) -> RayReplayBuffer:
         """Start a buffer of this name in the cluster, and connect to it. NameTaken if it is there already.
 
@@ -118,6 +129,7 @@ class RayReplayBuffer(ReplayBuffer):
             chosen.order,
             config.max_groups,
             config.max_bytes,
+            config.expect_group_bytes,
             config.keep_trained,
             SHARED_LEASE_S if config.lease_s is None else config.lease_s,
         )
@@ -133,15 +145,18 @@ class RayReplayBuffer(ReplayBuffer):
             for actor in started:
                 ray.kill(actor)
             raise
-        return cls._around(name, links)
+        return cls._around(name, links, on_group_end)
 
     @classmethod
-    def connect(cls, name: str) -> RayReplayBuffer:
-        """The buffer of this name. NoSuchBuffer, or BufferLost if its actor died with what it had in memory."""
+    def connect(cls, name: str, *, on_group_end: OnGroupEnd | None = None) -> RayReplayBuffer:
+        """The buffer of this name. NoSuchBuffer, or BufferLost if its actor died with what it had in memory.
+
+        `on_group_end` runs in this process, and is not sent along with the buffer.
+        """
         _check_name(name)
         first = Link.to(find_host(name), name)
         others = [Link.to(find_host(name, shard), name) for shard in range(1, first.hello.shards)]
-        return cls._around(name, [first, *others])
+        return cls._around(name, [first, *others], on_group_end)
 
     @classmethod
     def destroy(cls, name: str) -> None:
@@ -169,14 +184,15 @@ class RayReplayBuffer(ReplayBuffer):
             ray.kill(actor)
 
     @classmethod
-    def _around(cls, name: str, links: list[Link]) -> RayReplayBuffer:
+    def _around(cls, name: str, links: list[Link], on_group_end: OnGroupEnd | None) -> RayReplayBuffer:
         settings = links[0].hello.settings
         if settings is None:
             raise InvalidConfig(f"the actor {name!r} hosts a storage without a buffer; use RayStorage on it")
         storages = [RayStorage(link) for link in links]
         known = _POLICIES.get(settings.policy)
         policy = HostedPolicy(settings.policy, settings.order) if known is None else known()
-        return cls(name, storages[0] if len(storages) == 1 else ShardedStorage(storages), policy, settings)
+        storage = storages[0] if len(storages) == 1 else ShardedStorage(storages)
+        return cls(name, storage, policy, settings, on_group_end)
 
 
 def _check_name(name: str) -> None:
@@ -222,6 +238,7 @@ def _start(
             choose=policy.choose,
             max_groups=config.max_groups,
             max_bytes=config.max_bytes,
+            expect_group_bytes=config.expect_group_bytes,
             keep_trained=config.keep_trained,
         ),
         lease_s=settings.lease_s,

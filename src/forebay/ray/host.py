@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from forebay.capacity import fits
 from forebay.errors import BufferClosed, ForebayError, InvalidInput, TooManyWaits
 from forebay.ledger import Account
 from forebay.ray import wire
@@ -307,10 +308,7 @@ class Host:
         settings = self.spec.settings
         if settings is None or (settings.max_groups is None and settings.max_bytes is None):
             return True
-        usage = await self.storage.usage()
-        return (settings.max_groups is None or usage.groups + ready.room_groups <= settings.max_groups) and (
-            settings.max_bytes is None or usage.bytes + ready.room_bytes <= settings.max_bytes
-        )
+        return fits(await self.storage.usage(), settings, ready.room_groups, ready.room_bytes)
 
     async def beat(self, owner: str, client: str, confirmed: int) -> None:
         """An owner lives."""

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from forebay.codec import decode_group
 from forebay.errors import InvalidInput, LostLease
-from forebay.ledger import Account, Event
+from forebay.ledger import Account, Event, GroupEnd
 from forebay.ray import wire
 from forebay.ray.frames import FrameStorage, add_to, framed
 from forebay.ray.wire import Message, PackedFrames, Parcel, Request, RowHead
@@ -143,6 +143,7 @@ class Operations:
             choose=call.objects[0] if call.objects else None,
             max_groups=args.max_groups,
             max_bytes=args.max_bytes,
+            expect_group_bytes=args.expect_group_bytes,
             keep_trained=args.keep_trained,
         )
         if self.spec.settings is not None:
@@ -199,6 +200,7 @@ class Operations:
                 attempt=head.attempt,
                 stale=head.stale,
                 reason=head.reason,
+                reset_tokens=head.reset_tokens,
             )
             for head in heads
         ]
@@ -285,6 +287,16 @@ class Operations:
 
     async def _rewind(self, model_step: int, call: Exchange) -> dict[str, int]:
         return await self.storage.rewind(model_step)
+
+    async def _note_ends(self, args: None, call: Exchange) -> None:
+        await self.storage.note_ends()
+
+    async def _ends(self, args: tuple[str, int], call: Exchange) -> list[tuple[int, GroupEnd]]:
+        await self.welcome_back(args[0])
+        return await self.storage.ends(*args)
+
+    async def _forget_ends(self, numbers: list[int], call: Exchange) -> None:
+        await self.storage.forget_ends(numbers)
 
     async def _count(self, args: tuple[list[str], list[Status]], call: Exchange) -> Any:
         return await self.storage.count_statuses(*args)
@@ -411,6 +423,9 @@ OPERATIONS: Mapping[str, tuple[Any, _Method]] = {
     "set_priority": (dict[int, float], Operations._set_priority),
     "saved": (int, Operations._saved),
     "rewind": (int, Operations._rewind),
+    "note_ends": (None, Operations._note_ends),
+    "ends": (tuple[str, int], Operations._ends),
+    "forget_ends": (list[int], Operations._forget_ends),
     "count_statuses": (tuple[list[str], list[Status]], Operations._count),
     "available": (tuple[list[str], Status], Operations._available),
     "ledger": (bool, Operations._ledger),

@@ -27,7 +27,7 @@ from msgspec.structs import replace
 
 from forebay.config import IN_MEMORY, SQLITE_URL
 from forebay.errors import ForebayError, InvalidInput, LostLease, StorageError
-from forebay.ledger import Account, Event, LedgerLine, Place, Watermark
+from forebay.ledger import Account, Event, GroupEnd, LedgerLine, Place, Watermark
 from forebay.query import And, Compare, Member, Node
 from forebay.ray.operations import UID_BITS
 from forebay.ray.storage import RayStorage
@@ -331,6 +331,23 @@ class ShardedStorage(Storage):
     async def rewind(self, model_step: int) -> dict[str, int]:
         return _merged(await self._all(lambda shard: shard.rewind(model_step)))
 
+    # --- ends -----------------------------------------------------------------------------------------
+
+    async def note_ends(self) -> None:
+        await self._all(lambda shard: shard.note_ends())
+
+    async def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
+        found = await self._all(lambda shard: shard.ends(owner, limit))
+        count = len(found)  # a number tells its shard
+        return [(number * count + index, end) for index, part in enumerate(found) for number, end in part]
+
+    async def forget_ends(self, numbers: Sequence[int]) -> None:
+        count = len(self._shards)
+        for index, shard in enumerate(self._shards):
+            mine = [number // count for number in numbers if number % count == index]
+            if mine:
+                await shard.forget_ends(mine)
+
     # --- reads ----------------------------------------------------------------------------------------
 
     async def count_statuses(
@@ -354,7 +371,11 @@ class ShardedStorage(Storage):
 
     async def usage(self) -> Usage:
         used = await self._all(lambda shard: shard.usage())
-        return Usage(sum(usage.groups for usage in used), sum(usage.bytes for usage in used))
+        return Usage(
+            sum(usage.groups for usage in used),
+            sum(usage.bytes for usage in used),
+            sum(usage.reserved for usage in used),
+        )
 
     async def holdings(self) -> list[Holding]:
         found = [holding for part in await self._all(lambda shard: shard.holdings()) for holding in part]

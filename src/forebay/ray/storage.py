@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from msgspec.structs import replace
 
 from forebay.errors import BufferLost, ForebayError, StorageUnavailable
-from forebay.ledger import Account, Event, LedgerLine, Watermark
+from forebay.ledger import Account, Event, GroupEnd, LedgerLine, Watermark
 from forebay.query import Node
 from forebay.ray import references, wire
 from forebay.ray.link import Link, Reply
@@ -151,7 +151,13 @@ class RayStorage(Storage):
 
     async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
         args = wire.OpenArgs(
-            owner, settings.order, settings.max_groups, settings.max_bytes, settings.keep_trained, lease_s
+            owner,
+            settings.order,
+            settings.max_groups,
+            settings.max_bytes,
+            settings.expect_group_bytes,
+            settings.keep_trained,
+            lease_s,
         )
         objects = [] if settings.choose is None else [settings.choose]
         self._store_id = await self._call("open", args, str | None, changing=True, objects=objects)
@@ -389,6 +395,18 @@ class RayStorage(Storage):
                 raise
             return note.ledger(tokens=tokens)
         return lines
+
+    async def note_ends(self) -> None:
+        await self._call("note_ends", None, None, changing=False)
+
+    async def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
+        ends: list[tuple[int, GroupEnd]] = await self._call(
+            "ends", (owner, limit), list[tuple[int, GroupEnd]], changing=False
+        )
+        return ends
+
+    async def forget_ends(self, numbers: Sequence[int]) -> None:
+        await self._call("forget_ends", list(numbers), None, changing=False)
 
     async def account(self, task_name: str) -> Account:
         account: Account = await self._call("account", task_name, Account, changing=False)

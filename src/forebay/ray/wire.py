@@ -76,6 +76,7 @@ class BufferSettings(msgspec.Struct, frozen=True):
     order: Order
     max_groups: int | None
     max_bytes: int | None
+    expect_group_bytes: int
     keep_trained: int
     lease_s: float
 
@@ -154,6 +155,7 @@ class OpenArgs(msgspec.Struct, array_like=True):
     order: Order
     max_groups: int | None
     max_bytes: int | None
+    expect_group_bytes: int
     keep_trained: int
     lease_s: float | None
 
@@ -177,6 +179,7 @@ class ArrivalHead(msgspec.Struct, array_like=True, gc=False):
     stale: bool
     reason: str | None
     content: ContentHead
+    reset_tokens: int
 
 
 class RevisionHead(msgspec.Struct, array_like=True, gc=False):
@@ -313,6 +316,7 @@ class Parcel:
             arrival.stale,
             arrival.reason,
             self.content(arrival.content),
+            arrival.reset_tokens,
         )
 
     def revision(self, revision: Revision) -> RevisionHead:

@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import msgspec
 
-from forebay.ledger import Account, Event, LedgerLine, Place, Watermark
+from forebay.ledger import Account, Event, GroupEnd, LedgerLine, Place, Watermark, arrival_tokens
 from forebay.policy import ARRIVAL, Choose, Order
 from forebay.query import Node
 from forebay.record import Facts, Record, Row, Tags
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from forebay.storage.calls import Answered
 
 __all__ = [
+    "EXPECT_GROUP_BYTES",
     "Arrival",
     "Claim",
     "Claimed",
@@ -66,6 +67,10 @@ __all__ = [
 ]
 
 
+EXPECT_GROUP_BYTES = 1 << 20
+"""What the responses of a group are taken to need before the first group of its task is back."""
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """What a storage is told when it opens."""
 
@@ -73,6 +78,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     choose: Choose | None = None
     max_groups: int | None = None
     max_bytes: int | None = None
+    expect_group_bytes: int = EXPECT_GROUP_BYTES
     keep_trained: int = 0
 
 
@@ -94,6 +100,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `group_id` None: a new group by hand; the storage gives it a negative id of its own. `attempt` None: by hand,
     or back from the owner that holds it. `stale`: it was judged stale and not retryable; it ends at once.
+    `reset_tokens`: that it came with, and that are no longer in `content` because they were too old.
     """
 
     task_name: str
@@ -102,6 +109,12 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     attempt: int | None = None
     stale: bool = False
     reason: str | None = None
+    reset_tokens: int = 0
+
+    def tokens(self, before: int) -> tuple[int, int]:
+        """The tokens that it issues and resets; see `arrival_tokens`."""
+        kept = self.content.facts.tokens
+        return arrival_tokens(before, kept + self.reset_tokens, kept)
 
 
 class Purpose(enum.Enum):
@@ -165,10 +178,14 @@ class Reaped(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What counts against the capacity: groups in flight, buffered and leased, and their bytes."""
+    """What counts against the capacity: groups in flight, buffered and leased, and their bytes.
+
+    `reserved`: bytes that are kept free for those of them that are still to be generated, see `capacity`.
+    """
 
     groups: int
     bytes: int
+    reserved: int
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -268,8 +285,8 @@ class Storage(ABC):
     ) -> list[Record]:
         """Write drawn prompts as rows in flight and advance the task's cursor, in one step.
 
-        They get the group ids `cursor`, `cursor` + 1, ... and attempt 1. CursorMoved unless the task's cursor
-        is `cursor`; NoRoom if they do not fit; DuplicateGroup if such an id was put by hand.
+        They get the group ids `cursor`, `cursor` + 1, ..., attempt 1, and room (`capacity.reservation`). CursorMoved
+        unless the task's cursor is `cursor`; NoRoom if they do not fit; DuplicateGroup if such an id was put by hand.
         """
 
     @abstractmethod
@@ -354,6 +371,23 @@ class Storage(ABC):
 
         Watermarks go back to the step after it.
         """
+
+    # --- ends ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def note_ends(self) -> None:
+        """From now on note every group that ends, in the step that ends it; a durable storage goes on for good."""
+
+    @abstractmethod
+    async def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
+        """Up to `limit` ends that were noted, oldest first, with their numbers. They are the owner's to tell of.
+
+        Until they are forgotten the owner gets them again, and others only when it has closed or was reaped.
+        """
+
+    @abstractmethod
+    async def forget_ends(self, numbers: Sequence[int]) -> None:
+        """Those who wanted to know of these ends do. Unknown numbers are passed over."""
 
     # --- calls that may come twice --------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from forebay.capacity import reserved_after
 from forebay.ledger import Place
 from forebay.record import NO_TAGS, Record
 from forebay.storage.base import Content
@@ -22,6 +23,7 @@ def new_record(
     now: float,
     owner: str | None = None,
     attempt: int = 0,
+    reserved_bytes: int = 0,
 ) -> Record:
     """The record of a group that had none."""
     facts = content.facts
@@ -47,6 +49,8 @@ def new_record(
         priority=0.0 if content.priority is None else content.priority,
         attempt=attempt,
         owner=owner,
+        reserved_bytes=reserved_after(reserved_bytes, facts),
+        session_ids=facts.session_ids,
         tags=NO_TAGS if content.tags is None else content.tags,
     )
 
@@ -68,6 +72,8 @@ def revised_record(record: Record, content: Content) -> Record:
         given_staleness=facts.given_staleness,
         unjudged=facts.unjudged,
         revision=record.revision + 1,
+        reserved_bytes=reserved_after(record.reserved_bytes, facts),
+        session_ids=facts.session_ids,
         tags=record.tags if content.tags is None else content.tags,
         priority=record.priority if content.priority is None else content.priority,
     )

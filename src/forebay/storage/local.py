@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from forebay.errors import CursorMoved, DuplicateGroup, LostLease, NoRoom
+from forebay.capacity import check_room, note_size, reservation, response_size
+from forebay.errors import CursorMoved, DuplicateGroup, LostLease
 from forebay.ledger import Account, End, Event, Place, Watermark, arrival_event, check_move, rewound_watermark
 from forebay.policy import CHOICE_ROWS, checked_choice
 from forebay.query import Node, pins, predicate
@@ -46,6 +47,7 @@ class LocalStorage(LocalEnds):
         for owner, (_, deadline) in list(self._deadlines.items()):
             if deadline <= now:
                 self._open.discard(owner)
+                self._ends_of.pop(owner, None)
                 for task_name, groups in self._release(owner).items():
                     returned[task_name] = returned.get(task_name, 0) + groups
         await self._finish(returned)
@@ -66,14 +68,16 @@ class LocalStorage(LocalEnds):
                     f"group {group_id} of task {task_name!r} is to be drawn, but was put by hand; groups that are "
                     "put by hand beside a sampler must have no group_id, or a negative one"
                 )
-        self._check_room(len(contents), sum(content.facts.bytes for content in contents))
+        reserved = [reservation(content.facts, account.sizes, self._settings) for content in contents]
+        self._check_room(len(contents), sum(reserved))
         account = self._account(task_name)
         records = []
-        for group_id, content in enumerate(contents, cursor):
+        for group_id, (content, size) in enumerate(zip(contents, reserved, strict=True), cursor):
             check_move(Event.DRAWN, None)
-            row = self._add(task_name, group_id, content, Place.IN_FLIGHT, owner=owner, attempt=1)
+            row = self._add(task_name, group_id, content, Place.IN_FLIGHT, owner=owner, attempt=1, reserved_bytes=size)
             records.append(row.record)
         account.issued += len(contents)
+        account.issued_tokens += sum(content.facts.tokens for content in contents)
         account.cursor += len(contents)
         if source_state is not None:
             account.source_state = source_state
@@ -136,6 +140,9 @@ class LocalStorage(LocalEnds):
         task_name, content = arrival.task_name, arrival.content
         account = self._account(task_name)
         place = None if row is None else row.record.place
+        issued_tokens, reset_tokens = arrival.tokens(0 if row is None else row.record.tokens)
+        account.issued_tokens += issued_tokens
+        account.reset_tokens += reset_tokens
         target = check_move(arrival_event(place, content.facts.status, stale=arrival.stale), place)
         if row is None:
             group_id = arrival.group_id
@@ -146,8 +153,12 @@ class LocalStorage(LocalEnds):
             if isinstance(target, End):
                 self._end(row, target, arrival.reason)
             return row.record
+        if self._settings.max_bytes is not None and (size := response_size(content.facts)) is not None:
+            note_size(account.sizes, size)
         if isinstance(target, End):
-            last = Row(replace(row.record, tokens=content.facts.tokens, status=content.facts.status), content.group)
+            facts = content.facts
+            ended = replace(row.record, tokens=facts.tokens, status=facts.status, session_ids=facts.session_ids)
+            last = Row(ended, content.group)
             self._table.replace(row.record, last)
             self._end(last, target, arrival.reason)
             return last.record
@@ -391,14 +402,8 @@ class LocalStorage(LocalEnds):
         return rewound
 
     def _check_room(self, groups: int, size: int) -> None:
-        max_groups, max_bytes = self._settings.max_groups, self._settings.max_bytes
-        if max_groups is None and max_bytes is None:
-            return
-        usage = self._table.usage()
-        if max_groups is not None and usage.groups + groups > max_groups:
-            raise NoRoom(f"{usage.groups} of {max_groups} groups are used; no room for {groups} more")
-        if max_bytes is not None and usage.bytes + size > max_bytes:
-            raise NoRoom(f"{usage.bytes} of {max_bytes} bytes are used; no room for {size} more")
+        if self._settings.max_groups is not None or self._settings.max_bytes is not None:
+            check_room(self._table.usage(), self._settings, groups, size)
 
     def _hand_id(self, task_name: str, account: Account, named: Collection[tuple[str, int | None]]) -> int:
         # A user may have put negative ids of its own, earlier or in this very call.
@@ -420,6 +425,7 @@ class LocalStorage(LocalEnds):
         *,
         owner: str | None = None,
         attempt: int = 0,
+        reserved_bytes: int = 0,
     ) -> Row:
         group = self._kept(content, task_name, group_id)
         record = new_record(
@@ -432,6 +438,7 @@ class LocalStorage(LocalEnds):
             now=self._clock(),
             owner=owner,
             attempt=attempt,
+            reserved_bytes=reserved_bytes,
         )
         self._next_uid += 1
         row = Row(record, group)

@@ -18,7 +18,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from forebay.errors import BufferClosed, InvalidConfig, InvalidInput
-from forebay.ledger import Account, LedgerLine, Place, close_line
+from forebay.ledger import Account, GroupEnd, LedgerLine, Place, check_closed, close_line
 from forebay.policy import Order
 from forebay.query import Node, pins, predicate
 from forebay.record import Record, Row, identify
@@ -56,6 +56,10 @@ class LocalBase(Storage):
         self._gone: set[str] = set()  # owners that were closed
         self._listeners: list[Listener] = []
         self._saved_step: int | None = None  # the model step of the last checkpoint
+        self._notes_ends = False
+        self._ends: dict[int, GroupEnd] = {}  # that nobody was told of, by number
+        self._ends_of: dict[str, set[int]] = {}  # numbers by the owner that tells of them
+        self._next_end = 1
         self._streams = 0  # snapshots under way; they still see groups that have left
 
     @abstractmethod
@@ -88,6 +92,7 @@ class LocalBase(Storage):
         await self.release(owner)
         self._open.discard(owner)
         self._deadlines.pop(owner, None)
+        self._ends_of.pop(owner, None)
 
     def _check_owner(self, owner: str) -> None:
         if owner in self._gone:
@@ -272,12 +277,8 @@ def check_stream_row(
 def check_stream_end(accounts: Mapping[str, Account], table: Table) -> None:
     """InvalidInput if the rows of a stream do not close the ledgers of its accounts."""
     for task_name, account in accounts.items():
-        line = close_line(account, table.places(task_name, tokens=False))
-        held = sum(line.values()) - line["issued"]
-        if held != line["issued"]:
-            raise InvalidInput(
-                f"task {task_name!r} issued {line['issued']} groups, but {held} are accounted for; nothing restored"
-            )
+        places, tokens = (table.places(task_name, tokens=tokens) for tokens in (False, True))
+        check_closed(account, places, tokens, task_name)
 
 
 def _larger(a: int | None, b: int | None) -> int | None:
@@ -291,5 +292,6 @@ def _copied(account: Account) -> Account:
         "ended": dict(account.ended),
         "ended_tokens": dict(account.ended_tokens),
         "reasons": dict(account.reasons),
+        "sizes": dict(account.sizes),
     }
     return replace(account, **changes)

@@ -5,12 +5,14 @@ A row that ends is booked out of its account in the same step, and removed or ar
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from msgspec.structs import replace
 
-from forebay.ledger import End, Event, Place, check_move, take_event
-from forebay.record import Record, Row
+from forebay.ledger import End, Event, GroupEnd, Place, check_move, take_event
+from forebay.record import Record, Row, group_end
 from forebay.rollout import Status
 from forebay.storage.base import Claim, Claimed, Purpose
 from forebay.storage.calls import is_held, taken_for_good
@@ -18,7 +20,11 @@ from forebay.storage.local_base import LocalBase
 
 __all__ = ["LocalEnds", "claim_event"]
 
+log = logging.getLogger(__name__)
+
 _UNKNOWN: Mapping[int, float] = {}
+_MAX_ENDS = 100_000
+"""Ends that are noted in memory while nobody is told of them; older ones are dropped."""
 
 
 class LocalEnds(LocalBase):
@@ -39,6 +45,37 @@ class LocalEnds(LocalBase):
                 failed[record.task_name] = failed.get(record.task_name, 0) + 1
         await self._finish(failed)
         return failed
+
+    async def note_ends(self) -> None:
+        self._notes_ends = True
+        await self._finish(())
+
+    async def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
+        self._check_owner(owner)
+        taken = {number for other, numbers in self._ends_of.items() if other != owner for number in numbers}
+        free = ((number, end) for number, end in self._ends.items() if number not in taken)
+        found = list(islice(free, limit))
+        if found:
+            self._ends_of.setdefault(owner, set()).update(number for number, _ in found)
+        return found
+
+    async def forget_ends(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._drop_end(number)
+        for held in self._ends_of.values():
+            held.difference_update(numbers)
+        await self._finish(())
+
+    def _note_end(self, end: GroupEnd) -> None:
+        self._ends[self._next_end] = end
+        self._next_end += 1
+        if not self.durable and len(self._ends) > _MAX_ENDS:
+            if self._next_end == _MAX_ENDS + 2:
+                log.warning("group_ends_dropped: nobody was told of the last %d; on_group_end is too slow", _MAX_ENDS)
+            self._drop_end(next(iter(self._ends)))
+
+    def _drop_end(self, number: int) -> None:
+        self._ends.pop(number, None)
 
     async def undo(self, claim: Claim, claimed: Claimed) -> None:
         await self._finish(self._undo(claimed))
@@ -87,6 +124,10 @@ class LocalEnds(LocalBase):
         end = check_move(take_event(record.status), Place.BUFFERED)
         assert isinstance(end, End)
         self._account(record.task_name).end(end, -record.tokens, None, groups=-1)
+        if self._notes_ends:
+            unsaid = group_end(record, end, None)
+            for number in [number for number, noted in self._ends.items() if noted == unsaid]:
+                self._drop_end(number)
         return True
 
     def _end(self, row: Row, end: End, reason: str | None) -> None:
@@ -98,6 +139,9 @@ class LocalEnds(LocalBase):
             return
         tokens = sum([row.record.tokens for row in rows])
         self._account(task_name).end(end, tokens, reason, groups=len(rows))
+        if self._notes_ends:
+            for row in rows:
+                self._note_end(group_end(row.record, end, reason))
         kept = [
             row for row in rows if end is End.TRAINED and (self._settings.keep_trained or self._unsaved(row.record))
         ]

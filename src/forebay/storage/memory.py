@@ -109,7 +109,7 @@ class MemoryTable(Table):
         self._shelves: dict[str, dict[Status, _Shelf]] = {}
         self._tallies: dict[str, dict[Place, _Tally]] = {}
         self._held: dict[str, dict[int, None]] = {}
-        self._groups = self._bytes = self._buffered = 0
+        self._groups = self._bytes = self._reserved = self._buffered = 0
         self._last_uid = 0
         self._ascending = True  # rows stand in order of uid, unless one that had left was put back
 
@@ -150,6 +150,7 @@ class MemoryTable(Table):
             return
         self._groups += 1
         self._bytes += record.bytes
+        self._reserved += record.reserve
         if place is not Place.BUFFERED:
             assert record.owner is not None
             self._held.setdefault(record.owner, {})[record.uid] = None
@@ -177,6 +178,7 @@ class MemoryTable(Table):
             return
         self._groups -= len(records)
         self._bytes -= sum([record.bytes for record in records])
+        self._reserved -= sum([record.reserve for record in records])
         if place is not Place.BUFFERED:
             for record in records:
                 assert record.owner is not None
@@ -283,7 +285,7 @@ class MemoryTable(Table):
         return {place: tally.tokens if tokens else tally.groups for place, tally in tallies.items()}
 
     def usage(self) -> Usage:
-        return Usage(self._groups, self._bytes)
+        return Usage(self._groups, self._bytes, self._reserved)
 
     def candidates(self, pins: Pins) -> Iterable[int]:
         if "uid" in pins:
@@ -324,7 +326,7 @@ class MemoryTable(Table):
             again.add(row)
         assert again._uids == self._uids
         assert again._held == self._held
-        assert (again._groups, again._bytes, again._buffered) == (self._groups, self._bytes, self._buffered)
+        assert (again.usage(), again._buffered) == (self.usage(), self._buffered)
         for task_name in self._tallies | again._tallies:
             for tokens in (False, True):
                 found, expected = (table.places(task_name, tokens=tokens) for table in (self, again))

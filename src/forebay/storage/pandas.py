@@ -27,7 +27,7 @@ __all__ = ["PandasStorage"]
 
 _COLUMNS = [name for name in Record.__struct_fields__ if name != "uid"]
 _DTYPES: Any = {
-    **dict.fromkeys(("timestamp_id", "group_id", "samples", "tokens", "bytes", "num_tries"), "int64"),
+    **dict.fromkeys(("timestamp_id", "group_id", "samples", "tokens", "bytes", "reserved_bytes", "num_tries"), "int64"),
     **dict.fromkeys(("deliveries", "attempt", "revision", "given_staleness", "unjudged"), "int64"),
     **dict.fromkeys(("oldest_step", "newest_step", "token_step", "train_step"), "Int64"),
     **dict.fromkeys(("created_at", "moved_at", "priority"), "float64"),
@@ -68,7 +68,8 @@ class _FrameTable(Table):
     def _scanned(self) -> pd.DataFrame:
         """The columns that questions are about, made anew after a change."""
         if self._frame is None:
-            self._frame = self._made(("task_name", "group_id", "place", "status", "owner", "tokens", "bytes"))
+            columns = ("task_name", "group_id", "place", "status", "owner", "tokens", "bytes", "reserved_bytes")
+            self._frame = self._made(columns)
         return self._frame
 
     # --- change -------------------------------------------------------------------------------------
@@ -140,7 +141,8 @@ class _FrameTable(Table):
     def usage(self) -> Usage:
         frame = self._scanned
         live = frame[frame["place"] != Place.ARCHIVED]
-        return Usage(len(live), int(live["bytes"].sum()))
+        reserve = (live["reserved_bytes"] - live["bytes"]).clip(lower=0)
+        return Usage(len(live), int(live["bytes"].sum()), int(reserve.sum()))
 
     def candidates(self, pins: Pins) -> Iterable[int]:
         return list(self._records)

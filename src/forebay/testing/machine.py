@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from forebay.buffer import ReplayBuffer
 from forebay.errors import BufferClosed, DuplicateGroup, InvalidInput, LostLease, WaitTimeout
 from forebay.lease import Lease
-from forebay.ledger import Place
+from forebay.ledger import GroupEnd, Place
 from forebay.policy import ReplayPolicy, StalenessReplayPolicy
 from forebay.rollout import RolloutState, Status
 from forebay.storage.base import Storage
@@ -66,6 +66,10 @@ class ModelGroup:
         return next((status for status in PRECEDENCE if status in found), Status.COMPLETED)
 
     @property
+    def tokens(self) -> int:
+        return sum(len(member.steps) for member in self.members)
+
+    @property
     def oldest(self) -> float:
         return min((step for member in self.members for step in member.steps), default=float("inf"))
 
@@ -80,6 +84,10 @@ class Model:
         self.issued = dict.fromkeys(TASKS, 0)
         self.cursor = dict.fromkeys(TASKS, 0)
         self.ended: dict[tuple[str, str], int] = {}
+        self.issued_tokens = dict.fromkeys(TASKS, 0)
+        self.reset_tokens = dict.fromkeys(TASKS, 0)
+        self.ended_tokens: dict[tuple[str, str], int] = {}
+        self.told: list[tuple[str, int, str]] = []  # what on_group_end has to be told, in any order
         self.arrivals = 0
         self.thresholds: dict[str, tuple[int | None, int | None]] = {}
         self.retryable = dict.fromkeys(TASKS, True)
@@ -100,6 +108,7 @@ class Model:
             group.place = "buffered"
             self.groups.append(group)
             self.ended[group.task, "trained"] -= 1
+            self.ended_tokens[group.task, "trained"] -= group.tokens
         self.archive.clear()
         for task, step in self.watermark.items():
             self.watermark[task] = min(step, model_step + 1)
@@ -119,9 +128,12 @@ class Model:
         group.arrival = self.arrivals
         group.place = place
 
-    def end(self, group: ModelGroup, end: str) -> None:
+    def end(self, group: ModelGroup, end: str, *, told: bool = True) -> None:
         self.groups.remove(group)
+        if told:
+            self.told.append((*group.identity, end))
         self.ended[group.task, end] = self.ended.get((group.task, end), 0) + 1
+        self.ended_tokens[group.task, end] = self.ended_tokens.get((group.task, end), 0) + group.tokens
 
     def is_stale(self, task: str, member: Member, train_step: int) -> bool:
         threshold, token_threshold = self.thresholds[task]
@@ -139,6 +151,8 @@ class Model:
         if not self.retryable[group.task]:
             return not stale
         for member in stale:
+            if group in self.groups:
+                self.reset_tokens[group.task] += len(member.steps)
             member.status, member.steps = Status.EXPIRED, []
         return True
 
@@ -164,6 +178,11 @@ class Model:
         for status in statuses:
             found += sorted((group for group in self.at("buffered", task) if group.status is status), key=key)
         return found
+
+    def token_ledger(self, task: str) -> dict[str, int]:
+        line = {place: sum(g.tokens for g in self.at(place, task)) for place in ("in_flight", "buffered", "leased")}
+        line |= {end: self.ended_tokens.get((task, end), 0) for end in ("trained", "filtered", "failed", "discarded")}
+        return {"issued": self.issued_tokens[task], **line, "reset": self.reset_tokens[task]}
 
     def ledger(self, task: str) -> dict[str, int]:
         line = {place: len(self.at(place, task)) for place in ("in_flight", "buffered", "leased")}
@@ -203,6 +222,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.trained: set[tuple[str, int]] = set()
         self.next_hand_id = 1_000
         self.directory = tempfile.TemporaryDirectory()
+        self.heard: list[tuple[str, int, str]] = []
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(asyncio.wait_for(work, 30))
@@ -210,7 +230,7 @@ class BufferMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             if hasattr(self, "buffer"):  # a run can end before its first step
-                self.run(self.buffer.close())
+                self.close()
         finally:
             self.loop.close()
             self.directory.cleanup()
@@ -227,7 +247,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.buffer = ReplayBuffer(self.policy, self.storage, max_groups=self.model.max_groups)
+        self.buffer = ReplayBuffer(self.policy, self.storage, max_groups=self.model.max_groups, on_group_end=self.hear)
         for task, (threshold, token_threshold) in self.model.thresholds.items():
             self.buffer.set_limits(
                 task,
@@ -235,6 +255,14 @@ class BufferMachine(RuleBasedStateMachine):
                 token_stale_threshold=token_threshold,
                 retryable=self.model.retryable[task],
             )
+
+    async def hear(self, event: GroupEnd) -> None:
+        self.heard.append((event.task_name, event.group_id, str(event.end)))
+
+    def close(self) -> None:
+        """Without a crash every end is told exactly once, on every storage."""
+        self.run(self.buffer.close())
+        assert sorted(self.heard) == sorted(self.model.told)
 
     # --- in -----------------------------------------------------------------------------------------
 
@@ -275,7 +303,10 @@ class BufferMachine(RuleBasedStateMachine):
     ) -> None:
         group = data.draw(st.sampled_from(self.model.at("in_flight")))
         model_step = max(0, self.train_step - 1 - lag)
+        before = group.tokens
         group.members = [Member(end or status, [model_step] * tokens) for status, tokens in made]
+        self.model.issued_tokens[group.task] += max(0, group.tokens - before)
+        self.model.reset_tokens[group.task] += max(0, before - group.tokens)
         samples = self.samples(group, attempt=group.attempt if named else None)
         self.run(self.buffer.put(samples, group.task, current_train_step=self.train_step if judged else None))
         self.arrived(group, judged, came_back=True)
@@ -314,6 +345,7 @@ class BufferMachine(RuleBasedStateMachine):
             return
         self.run(put)
         self.model.issued[task] += 1
+        self.model.issued_tokens[task] += group.tokens
         self.arrived(group, judged, came_back=False)
 
     # Single steps seldom line up to a whole life of a group; these two make sure that they do.
@@ -497,7 +529,7 @@ class BufferMachine(RuleBasedStateMachine):
         if not now:
             return
         query = {"task_name": task, "tokens": {"$gte": tokens}}
-        matching = [g for g in self.model.at("buffered", task) if sum(len(m.steps) for m in g.members) >= tokens]
+        matching = [g for g in self.model.at("buffered", task) if g.tokens >= tokens]
         assert self.run(self.buffer.discard(query, "too long")) == len(matching)
         for group in matching:
             self.model.end(group, "discarded")
@@ -507,8 +539,7 @@ class BufferMachine(RuleBasedStateMachine):
         """The process ends, what it held comes back; perhaps everything moves to another storage on the way."""
         if not now:
             return
-        old = self.buffer
-        self.run(old.close())
+        self.close()
         if move:
             self.storage = self.run(self.moved())
             self.forget_the_checkpoint()
@@ -535,7 +566,7 @@ class BufferMachine(RuleBasedStateMachine):
         model_step = None if lag is None else max(0, self.train_step - lag)
         with tempfile.TemporaryDirectory() as directory:
             self.run(self.buffer.save(directory, model_step=model_step))
-            self.run(self.buffer.close())
+            self.close()
             self.storage = type(self).make_storage()
             self.open()
             assert self.run(self.buffer.resume(directory)) == model_step
@@ -545,7 +576,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.forget_the_checkpoint()
         for group in list(self.model.groups):
             if group.place == "leased" and model_step is not None and group.train_step <= model_step:
-                self.model.end(group, "trained")
+                self.model.end(group, "trained", told=False)  # it ended in the checkpoint
                 self.train(group)
             elif group.place == "in_flight":
                 self.lost_attempts.append((group.task, group.group_id, group.attempt))
@@ -620,16 +651,18 @@ class BufferMachine(RuleBasedStateMachine):
     def the_model_agrees(self) -> None:
         if not hasattr(self, "buffer"):
             return
-        ledger = self.run(self.buffer.ledger())
+        ledger, token_ledger = self.run(self.buffer.ledger()), self.run(self.buffer.ledger(tokens=True))
         for task in TASKS:
             line = ledger.get(task, dict.fromkeys(self.model.ledger(task), 0))
             assert line == self.model.ledger(task)
             assert line["issued"] == sum(line.values()) - line["issued"], "G1: the ledger is open"
+            line = token_ledger.get(task, dict.fromkeys(self.model.token_ledger(task), 0))
+            assert line == self.model.token_ledger(task)
+            assert line["issued"] == sum(line.values()) - line["issued"], "G1: the ledger in tokens is open"
         records = self.run(self.buffer.query({}))
         live = [record for record in records if record.place is not Place.ARCHIVED]
         found = {(r.task_name, r.group_id): (str(r.place), r.status, r.tokens) for r in live}
-        tokens = {g.identity: sum(len(m.steps) for m in g.members) for g in self.model.groups}
-        expected = {g.identity: (g.place, g.status, tokens[g.identity]) for g in self.model.groups}
+        expected = {g.identity: (g.place, g.status, g.tokens) for g in self.model.groups}
         assert found == expected
         assert len(self.buffer) == len(self.model.at("buffered"))
         counts = self.run(self.buffer.count_statuses(TASKS, list(Status)))

@@ -12,19 +12,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from forebay.capacity import MAX_SIZES, check_room, reservation, reserved_after, response_size
 from forebay.codec import encode_group
-from forebay.errors import CursorMoved, DuplicateGroup, LostLease, NoRoom
+from forebay.errors import CursorMoved, DuplicateGroup, LostLease
 from forebay.ledger import End, Event, Place, arrival_event, check_move
-from forebay.record import Record, identify
-from forebay.storage.base import Arrival, Content, Settings
+from forebay.record import Record, group_end, identify
+from forebay.storage.base import Arrival, Content, Settings, Usage
 from forebay.storage.contents import new_record
 from forebay.storage.postgres.connections import Step
 from forebay.storage.postgres.leaving import end_records
-from forebay.storage.postgres.rows import COLUMNS, RECORD_OF_G, content_arrays, read_record, to_text
+from forebay.storage.postgres.rows import COLUMNS, RECORD_OF_G, RESERVED_AFTER, content_arrays, read_record, to_text
 from forebay.storage.postgres.schema import advisory_key
 from forebay.storage.postgres.tally import ADD_TALLY, Tally
 
-__all__ = ["Frames", "Newcomers", "check_room", "issue", "put", "put_new"]
+__all__ = ["Frames", "Newcomers", "hold_room", "issue", "put", "put_new"]
 
 COPY_BYTES = 1 << 20
 """Frames of this size together go through COPY; below, one statement with arrays is faster."""
@@ -37,28 +38,30 @@ _NOW = "(SELECT extract(epoch FROM clock_timestamp())::double precision)"
 _FACT_TYPES = (
     "text[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[], $8::double precision[], $9::bigint[], "
     "$10::bigint[], $11::bigint[], $12::bigint[], $13::bigint[], $14::double precision[], $15::boolean[], "
-    "$16::bytea[], $17::jsonb[]"
+    "$16::bytea[], $17::jsonb[], $18::bytea[]"
 )
 _FACTS = (
     "status, samples, tokens, bytes, num_tries, reward, oldest_step, newest_step, token_step, given_staleness, "
-    "unjudged, priority, has_tags, tags, tag_values"
+    "unjudged, priority, has_tags, tags, tag_values, session_ids"
 )
 
 _INSERT = f"""
 INSERT INTO groups ({", ".join(COLUMNS)})
-SELECT nextval('uids'), nextval('arrivals'), u.task_name, u.group_id, u.status, $18, u.samples, u.tokens, u.bytes,
+SELECT nextval('uids'), nextval('arrivals'), u.task_name, u.group_id, u.status, $19, u.samples, u.tokens, u.bytes,
     u.num_tries, u.reward, u.oldest_step, u.newest_step, u.token_step, u.given_staleness, u.unjudged,
-    {_NOW}, {_NOW}, coalesce(u.priority, 0), $19, 0, 0, $20, NULL, NULL, u.tags, u.tag_values, NULL, NULL
-FROM unnest($1::text[], $2::bigint[], $3::{_FACT_TYPES}) AS u (task_name, group_id, {_FACTS})
+    {_NOW}, {_NOW}, coalesce(u.priority, 0), $20, 0, 0, $21, NULL, NULL, u.reserved_bytes, u.session_ids, u.tags,
+    u.tag_values, NULL, NULL
+FROM unnest($1::text[], $2::bigint[], $3::{_FACT_TYPES}, $22::bigint[])
+    AS u (task_name, group_id, {_FACTS}, reserved_bytes)
 RETURNING uid, timestamp_id, created_at, group_id"""
 
 _INSERT_ALL = f"""
 WITH new AS ({_INSERT}),
 stored AS (
     INSERT INTO payloads (uid, frame)
-    SELECT new.uid, f.frame FROM new JOIN unnest($2::bigint[], $21::bytea[]) AS f (group_id, frame) USING (group_id)
+    SELECT new.uid, f.frame FROM new JOIN unnest($2::bigint[], $23::bytea[]) AS f (group_id, frame) USING (group_id)
 ),
-counted AS ({ADD_TALLY.replace("$1::text", "($1::text[])[1]").replace("$2::bigint[]", "$22::bigint[]")})
+counted AS ({ADD_TALLY.replace("$1::text", "($1::text[])[1]").replace("$2::bigint[]", "$24::bigint[]")})
 SELECT * FROM new"""
 
 _RETURN = f"""
@@ -66,6 +69,7 @@ UPDATE groups g SET timestamp_id = u.timestamp_id, place = 'buffered', owner = N
     status = u.status, samples = u.samples, tokens = u.tokens, bytes = u.bytes, num_tries = u.num_tries,
     reward = u.reward, oldest_step = u.oldest_step, newest_step = u.newest_step, token_step = u.token_step,
     given_staleness = u.given_staleness, unjudged = u.unjudged, revision = g.revision + 1,
+    reserved_bytes = {RESERVED_AFTER}, session_ids = u.session_ids,
     priority = coalesce(u.priority, g.priority),
     tags = CASE WHEN u.has_tags THEN u.tags ELSE g.tags END,
     tag_values = CASE WHEN u.has_tags THEN u.tag_values ELSE g.tag_values END
@@ -140,18 +144,13 @@ class Frames:
             yield uid, frame
 
 
-async def check_room(step: Step, name: str, settings: Settings, usage_sql: str, groups: int, size: int) -> None:
+async def hold_room(step: Step, name: str, settings: Settings, usage_sql: str, groups: int, size: int) -> None:
     """NoRoom unless so much more fits. Only with a capacity, steps that need room wait for each other."""
-    max_groups, max_bytes = settings.max_groups, settings.max_bytes
-    if max_groups is None and max_bytes is None:
+    if settings.max_groups is None and settings.max_bytes is None:
         return
-    connection = step.connection
-    await connection.execute("SELECT pg_advisory_xact_lock($1)", advisory_key(name, "room"))
-    used = await connection.fetchrow(usage_sql)
-    if max_groups is not None and used["groups"] + groups > max_groups:
-        raise NoRoom(f"{used['groups']} of {max_groups} groups are used; no room for {groups} more")
-    if max_bytes is not None and used["bytes"] + size > max_bytes:
-        raise NoRoom(f"{used['bytes']} of {max_bytes} bytes are used; no room for {size} more")
+    await step.connection.execute("SELECT pg_advisory_xact_lock($1)", advisory_key(name, "room"))
+    used = await step.connection.fetchrow(usage_sql)
+    check_room(Usage(used["groups"], used["bytes"], used["reserved"]), settings, groups, size)
 
 
 async def store_frames(
@@ -184,6 +183,7 @@ async def issue(
     cursor: int,
     source_state: bytes | None,
     room: Any,
+    settings: Settings,
 ) -> list[Record]:
     """Write prompts as in flight and advance the cursor."""
     connection, name, n = step.connection, to_text(task_name), len(contents)
@@ -202,11 +202,14 @@ async def issue(
             f"group {taken} of task {task_name!r} is to be drawn, but was put by hand; groups that are put by hand "
             "beside a sampler must have no group_id, or a negative one"
         )
+    sizes = {} if settings.max_bytes is None else await _sizes(connection, name)
+    reserved = [reservation(content.facts, sizes, settings) for content in contents]
     if n:
-        await room(step, n, sum(content.facts.bytes for content in contents))
+        await room(step, n, sum(reserved))
     check_move(Event.DRAWN, None)
     step.tally.add(task_name, "issued", n)
-    records = await _insert(step, task_name, range(cursor, cursor + n), contents, Place.IN_FLIGHT, owner, 1)
+    step.tally.add(task_name, "issued_tokens", sum(content.facts.tokens for content in contents))
+    records = await _insert(step, task_name, range(cursor, cursor + n), contents, Place.IN_FLIGHT, owner, 1, reserved)
     await store_frames(connection, [record.uid for record in records], frames)
     await connection.execute(
         "UPDATE accounts SET cursor = cursor + $2, source_state = coalesce($3, source_state) WHERE task_name = $1",
@@ -219,6 +222,16 @@ async def issue(
     return records
 
 
+async def _sizes(connection: Any, name: str) -> dict[int, int]:
+    """The sizes of responses of a task, whose account is locked; too many of them count half from now on."""
+    sql = "SELECT size, sum(groups)::bigint AS groups FROM sizes WHERE task_name = $1 GROUP BY size"
+    sizes = {row["size"]: row["groups"] for row in await connection.fetch(sql, name)}
+    if sum(sizes.values()) >= MAX_SIZES:
+        await connection.execute("UPDATE sizes SET groups = groups / 2 WHERE task_name = $1", name)
+        await connection.execute("DELETE FROM sizes WHERE task_name = $1 AND groups = 0", name)
+    return sizes
+
+
 async def _insert(
     step: Step,
     task_name: str,
@@ -227,19 +240,27 @@ async def _insert(
     place: Place,
     owner: str | None,
     attempt: int,
+    reserved: Sequence[int] | None = None,
 ) -> list[Record]:
     if not contents:
         return []
-    arguments = _insert_arguments(task_name, group_ids, contents, place, owner, attempt)
+    sizes = [0] * len(contents) if reserved is None else reserved
+    arguments = _insert_arguments(task_name, group_ids, contents, place, owner, attempt, sizes)
     rows = await step.connection.fetch(_INSERT, *arguments)
-    records = _new_records(rows, task_name, group_ids, contents, place, owner, attempt)
+    records = _new_records(rows, task_name, group_ids, contents, place, owner, attempt, sizes)
     for record in records:
         step.tally.enter(record)
     return records
 
 
 def _insert_arguments(
-    task_name: str, group_ids: Sequence[int], contents: Sequence[Content], place: Place, owner: str | None, attempt: int
+    task_name: str,
+    group_ids: Sequence[int],
+    contents: Sequence[Content],
+    place: Place,
+    owner: str | None,
+    attempt: int,
+    reserved: Sequence[int],
 ) -> list[Any]:
     return [
         [to_text(task_name)] * len(contents),
@@ -248,6 +269,7 @@ def _insert_arguments(
         str(place),
         attempt,
         None if owner is None else to_text(owner),
+        [reserved_after(size, content.facts) for size, content in zip(reserved, contents, strict=True)],
     ]
 
 
@@ -259,16 +281,24 @@ def _new_records(
     place: Place,
     owner: str | None,
     attempt: int,
+    reserved: Sequence[int],
 ) -> list[Record]:
     stored = {row["group_id"]: row for row in rows}
     return [
-        _new_record(stored[group_id], task_name, group_id, content, place, owner, attempt)
-        for group_id, content in zip(group_ids, contents, strict=True)
+        _new_record(stored[group_id], task_name, group_id, content, place, owner, attempt, size)
+        for group_id, content, size in zip(group_ids, contents, reserved, strict=True)
     ]
 
 
 def _new_record(
-    stored: Any, task_name: str, group_id: int, content: Content, place: Place, owner: str | None, attempt: int
+    stored: Any,
+    task_name: str,
+    group_id: int,
+    content: Content,
+    place: Place,
+    owner: str | None,
+    attempt: int,
+    reserved_bytes: int = 0,
 ) -> Record:
     return new_record(
         content,
@@ -280,6 +310,7 @@ def _new_record(
         now=stored["created_at"],
         owner=owner,
         attempt=attempt,
+        reserved_bytes=reserved_bytes,
     )
 
 
@@ -287,26 +318,38 @@ def _new_record(
 
 
 async def put_new(
-    step: Step, task_name: str, group_ids: Sequence[int], contents: Sequence[Content], frames: Frames
+    step: Step, task_name: str, group_ids: Sequence[int], arrivals: Sequence[Arrival], frames: Frames
 ) -> list[Record]:
     """New groups of one task, put by hand, in one statement that commits by itself."""
     tally = Tally()
-    for content in contents:
-        check_move(arrival_event(None, content.facts.status, stale=False), None)
+    contents = [arrival.content for arrival in arrivals]
+    for arrival in arrivals:
+        check_move(arrival_event(None, arrival.content.facts.status, stale=False), None)
+        issued_tokens, reset_tokens = arrival.tokens(0)
+        tally.add(task_name, "issued_tokens", issued_tokens)
+        tally.add(task_name, "reset_tokens", reset_tokens)
     stub = {"uid": 0, "timestamp_id": 0, "created_at": 0.0}
     for group_id, content in zip(group_ids, contents, strict=True):
         tally.enter(_new_record(stub, task_name, group_id, content, Place.BUFFERED, None, 0))
     tally.add(task_name, "issued", len(contents))
-    arguments = _insert_arguments(task_name, group_ids, contents, Place.BUFFERED, None, 0)
+    nothing = [0] * len(contents)
+    arguments = _insert_arguments(task_name, group_ids, contents, Place.BUFFERED, None, 0, nothing)
     made = frames.pick(range(len(contents)))
     rows = await step.connection.fetch(_INSERT_ALL, *arguments, made, tally.values(task_name))
     step.tally.buffered = tally.buffered
     step.wake(task_name)
-    return _new_records(rows, task_name, group_ids, contents, Place.BUFFERED, None, 0)
+    return _new_records(rows, task_name, group_ids, contents, Place.BUFFERED, None, 0, nothing)
 
 
 async def put(
-    step: Step, arrivals: Sequence[Arrival], group_ids: Sequence[int], frames: Frames, *, owner: str, room: Any
+    step: Step,
+    arrivals: Sequence[Arrival],
+    group_ids: Sequence[int],
+    frames: Frames,
+    *,
+    owner: str,
+    room: Any,
+    settings: Settings,
 ) -> list[Record]:
     """Any put: returns and groups by hand, of any tasks. `group_ids` has one for each arrival."""
     places = await _check_arrivals(step, arrivals, owner)
@@ -320,15 +363,21 @@ async def put(
     for index, (arrival, row) in enumerate(zip(arrivals, places, strict=True)):
         place = None if row is None else row.place
         target = check_move(arrival_event(place, arrival.content.facts.status, stale=arrival.stale), place)
+        issued_tokens, reset_tokens = arrival.tokens(0 if row is None else row.tokens)
+        step.tally.add(arrival.task_name, "issued_tokens", issued_tokens)
+        step.tally.add(arrival.task_name, "reset_tokens", reset_tokens)
         if row is None:
             step.tally.add(arrival.task_name, "issued", 1)
             if isinstance(target, End):
                 stale.append(index)
                 step.tally.end(arrival.task_name, target, arrival.content.facts.tokens, arrival.reason)
-        elif isinstance(target, End):
-            ending.append((index, target))
         else:
-            returning.append(index)
+            if settings.max_bytes is not None and (size := response_size(arrival.content.facts)) is not None:
+                step.tally.note_size(arrival.task_name, size)
+            if isinstance(target, End):
+                ending.append((index, target))
+            else:
+                returning.append(index)
         step.wake(arrival.task_name)
     for task_name in dict.fromkeys(arrivals[i].task_name for i in new):
         chosen = [i for i in new if arrivals[i].task_name == task_name]
@@ -345,8 +394,9 @@ async def put(
         assert row is not None
         arrival = arrivals[index]
         facts = arrival.content.facts
-        await end_records(step, [row], end, arrival.reason, tokens=facts.tokens)
-        records[index] = replace(row, tokens=facts.tokens, status=facts.status)
+        last = replace(row, session_ids=facts.session_ids)
+        await end_records(step, [last], end, arrival.reason, tokens=facts.tokens)
+        records[index] = replace(last, tokens=facts.tokens, status=facts.status)
     for index in stale:
         numbers = await step.connection.fetchrow(
             f"SELECT nextval('uids') AS uid, nextval('arrivals') AS timestamp_id, {_NOW} AS created_at"
@@ -355,6 +405,7 @@ async def put(
         records[index] = _new_record(
             numbers, arrival.task_name, group_ids[index], arrival.content, Place.BUFFERED, None, 0
         )
+        step.tally.note_end(group_end(records[index], End.DISCARDED, arrival.reason))
     return [records[index] for index in range(len(arrivals))]
 
 

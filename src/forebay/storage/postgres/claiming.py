@@ -17,7 +17,7 @@ from forebay.codec import encode_group
 from forebay.errors import DamagedData, UnreadableData
 from forebay.ledger import End, Event, Place, check_move, take_event
 from forebay.policy import ARRIVAL, CHOICE_ROWS, Order, checked_choice
-from forebay.record import Record, Row
+from forebay.record import Record, Row, group_end
 from forebay.rollout import Status
 from forebay.staleness import EXPIRABLE
 from forebay.storage.base import Claim, Claimed, Purpose, Settings
@@ -212,6 +212,8 @@ async def _move(step: Step, claim: Claim, status: Status, uids: list[int], setti
     if isinstance(target, End):
         tokens = sum([record.tokens for record in after.values()])
         step.tally.end(moved[0][0].task_name, target, tokens, None, len(uids))
+        for record in after.values():
+            step.tally.note_end(group_end(record, target, None))
     return moved
 
 
@@ -334,4 +336,10 @@ async def _undo_ends(step: Step, rows: Sequence[Row], frames: Mapping[int, bytes
         assert isinstance(end, End)
         step.tally.enter(record)
         step.tally.end(record.task_name, end, -record.tokens, None, groups=-1)
+        await connection.execute(
+            "DELETE FROM ends WHERE task_name = $1 AND group_id = $2 AND delivery = $3",
+            to_text(record.task_name),
+            record.group_id,
+            record.deliveries,
+        )
     return len(records)

@@ -11,14 +11,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from forebay.codec import decode_end
 from forebay.errors import LostLease
-from forebay.ledger import End, Event, Place, check_move, rewound_watermark
+from forebay.ledger import End, Event, GroupEnd, Place, check_move, rewound_watermark
 from forebay.query import Node
-from forebay.record import Record
+from forebay.record import Record, group_end
 from forebay.storage.base import Revision, Settings
 from forebay.storage.postgres import watermarks
 from forebay.storage.postgres.connections import Step
-from forebay.storage.postgres.rows import RECORD, RECORD_OF_G, content_arrays, read_record, to_text
+from forebay.storage.postgres.rows import RECORD, RECORD_OF_G, RESERVED_AFTER, content_arrays, read_record, to_text
 from forebay.storage.postgres.sql_query import condition
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "saved",
     "set_priority",
     "settle",
+    "take_ends",
 ]
 
 _EPOCH = "extract(epoch FROM clock_timestamp())::double precision"
@@ -64,16 +66,24 @@ _REVISE = f"""
 UPDATE groups g SET status = u.status, samples = u.samples, tokens = u.tokens, bytes = u.bytes,
     num_tries = u.num_tries, reward = u.reward, oldest_step = u.oldest_step, newest_step = u.newest_step,
     token_step = u.token_step, given_staleness = u.given_staleness, unjudged = u.unjudged, revision = u.revision,
+    reserved_bytes = {RESERVED_AFTER}, session_ids = u.session_ids,
     priority = coalesce(u.priority, g.priority), tags = CASE WHEN u.has_tags THEN u.tags ELSE g.tags END,
     tag_values = CASE WHEN u.has_tags THEN u.tag_values ELSE g.tag_values END
 FROM unnest($1::bigint[], $2::bigint[], $3::text[], $4::bigint[], $5::bigint[], $6::bigint[], $7::bigint[],
     $8::double precision[], $9::bigint[], $10::bigint[], $11::bigint[], $12::bigint[], $13::bigint[],
-    $14::double precision[], $15::boolean[], $16::bytea[], $17::jsonb[])
+    $14::double precision[], $15::boolean[], $16::bytea[], $17::jsonb[], $18::bytea[])
     AS u (uid, revision, status, samples, tokens, bytes, num_tries, reward, oldest_step, newest_step, token_step,
-    given_staleness, unjudged, priority, has_tags, tags, tag_values)
+    given_staleness, unjudged, priority, has_tags, tags, tag_values, session_ids)
 WHERE g.uid = u.uid RETURNING {RECORD_OF_G}"""
 _REPLACE_FRAMES = """
 UPDATE payloads p SET frame = u.frame FROM unnest($1::bigint[], $2::bytea[]) AS u (uid, frame) WHERE p.uid = u.uid"""
+
+_TAKE_ENDS = """
+UPDATE ends SET owner = $1 WHERE number IN (
+    SELECT number FROM ends e WHERE owner IS NULL OR owner = $1
+        OR NOT EXISTS (SELECT FROM owners o WHERE o.owner = e.owner AND NOT o.reaped)
+    ORDER BY number LIMIT $2 FOR UPDATE SKIP LOCKED
+) RETURNING number, data"""
 
 
 # --- ends ---------------------------------------------------------------------------------------------
@@ -93,6 +103,7 @@ def book_out(step: Step, records: Sequence[Record], end: End, reason: str | None
     for record in records:
         step.tally.leave(record)
         step.tally.end(record.task_name, end, record.tokens if tokens is None else tokens, reason)
+        step.tally.note_end(group_end(record, end, reason))
         step.wake(record.task_name)
 
 
@@ -295,3 +306,9 @@ async def set_priority(step: Step, priorities: Mapping[int, float]) -> int:
         list(priorities.values()),
     )
     return int(status.split()[-1])
+
+
+async def take_ends(step: Step, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
+    """The first ends that nobody who lives is telling of; they are the owner's to tell of."""
+    rows = await step.connection.fetch(_TAKE_ENDS, to_text(owner), limit)
+    return sorted((row["number"], decode_end(row["data"])) for row in rows)

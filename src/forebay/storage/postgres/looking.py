@@ -41,19 +41,20 @@ _BUFFERED = " + ".join(f"buffered_{status}" for status in Status)
 
 USAGE = f"""
 SELECT coalesce(sum(in_flight + leased + {_BUFFERED}), 0)::bigint AS groups, coalesce(sum(bytes), 0)::bigint AS bytes,
-    coalesce(sum({_BUFFERED}), 0)::bigint AS buffered
+    coalesce(sum(reserved), 0)::bigint AS reserved, coalesce(sum({_BUFFERED}), 0)::bigint AS buffered
 FROM tallies"""
 
 _SUMS = ", ".join(f"sum({column})::bigint AS {column}" for column in TALLY_COLUMNS)
 _TALLIES = f"SELECT task_name, {_SUMS} FROM tallies GROUP BY task_name ORDER BY task_name"
 _TALLY = f"SELECT task_name, {_SUMS} FROM tallies WHERE task_name = $1 GROUP BY task_name"
+_SIZES = "SELECT task_name, size, sum(groups)::bigint AS groups FROM sizes"
 _REASONS = "SELECT task_name, reason, sum(groups)::bigint AS groups FROM reasons"
 
 
 async def usage(connection: Any) -> tuple[Usage, int]:
     """What is used of the capacity, and the buffered groups."""
     row = await connection.fetchrow(USAGE)
-    return Usage(row["groups"], row["bytes"]), row["buffered"]
+    return Usage(row["groups"], row["bytes"], row["reserved"]), row["buffered"]
 
 
 async def count_statuses(
@@ -146,6 +147,7 @@ def _ends(row: Any) -> Account:
         issued=row["issued"],
         ended={end: row[str(end)] for end in End if row[str(end)]},
         ended_tokens={end: row[f"{end}_tokens"] for end in End if row[str(end)]},
+        issued_tokens=row["issued_tokens"],
         reset_tokens=row["reset_tokens"],
     )
 
@@ -156,6 +158,7 @@ async def accounts(connection: Any, task_name: str | None = None) -> dict[str, A
         tallies = await connection.fetch(_TALLIES)
         positions = await connection.fetch("SELECT * FROM accounts")
         reasons = await connection.fetch(f"{_REASONS} GROUP BY task_name, reason ORDER BY reason")
+        sizes = await connection.fetch(f"{_SIZES} GROUP BY task_name, size")
     else:
         name = to_text(task_name)
         tallies = await connection.fetch(_TALLY, name)
@@ -163,6 +166,7 @@ async def accounts(connection: Any, task_name: str | None = None) -> dict[str, A
         reasons = await connection.fetch(
             f"{_REASONS} WHERE task_name = $1 GROUP BY task_name, reason ORDER BY reason", name
         )
+        sizes = await connection.fetch(f"{_SIZES} WHERE task_name = $1 GROUP BY task_name, size", name)
     next_hand_id = -await connection.fetchval("SELECT last_value + is_called::int FROM hand_ids")
     found = {row["task_name"]: _ends(row) for row in tallies}
     for row in positions:
@@ -172,6 +176,8 @@ async def accounts(connection: Any, task_name: str | None = None) -> dict[str, A
     for row in reasons:
         if row["groups"]:
             found[row["task_name"]].reasons[from_text(row["reason"])] = row["groups"]
+    for row in sizes:
+        found[row["task_name"]].sizes[row["size"]] = row["groups"]
     for account in found.values():
         account.next_hand_id = next_hand_id
     return {from_text(name): found[name] for name in sorted(found)}
@@ -222,16 +228,18 @@ async def disagreements(connection: Any) -> Sequence[str]:
     """Where tallies, rows and payloads do not say the same; for tests and for the doctor."""
     rows = await connection.fetch(
         "SELECT task_name, place, status, count(*) AS groups, sum(tokens)::bigint AS tokens, sum(bytes)::bigint AS "
-        "bytes FROM groups WHERE place <> 'archived' GROUP BY task_name, place, status"
+        "bytes, sum(greatest(0, reserved_bytes - bytes))::bigint AS reserved FROM groups WHERE place <> 'archived' "
+        "GROUP BY task_name, place, status"
     )
     expected: dict[tuple[str, str], int] = {}
     for row in rows:
         task_name, place = row["task_name"], row["place"]
         column = f"buffered_{row['status']}" if place == "buffered" else place
-        for name, n in ((column, row["groups"]), (f"{place}_tokens", row["tokens"]), ("bytes", row["bytes"])):
+        figures = ((column, "groups"), (f"{place}_tokens", "tokens"), ("bytes", "bytes"), ("reserved", "reserved"))
+        for name, n in ((name, row[figure]) for name, figure in figures):
             expected[task_name, name] = expected.get((task_name, name), 0) + n
     wrong = []
-    counted = ("in_flight", "leased", "bytes", "in_flight_tokens", "buffered_tokens", "leased_tokens")
+    counted = ("in_flight", "leased", "bytes", "reserved", "in_flight_tokens", "buffered_tokens", "leased_tokens")
     for row in await connection.fetch(_TALLIES):
         for column in (*counted, *(f"buffered_{status}" for status in Status)):
             should = expected.pop((row["task_name"], column), 0)

@@ -16,7 +16,7 @@ import msgspec
 from forebay.codec import decode_group
 from forebay.errors import DamagedData, InvalidInput
 from forebay.ledger import Place
-from forebay.record import NO_TAGS, Record, Row, Scalar, Tags, identify, number_rollouts
+from forebay.record import NO_TAGS, Record, Row, Scalar, SessionIds, Tags, identify, number_rollouts
 from forebay.rollout import Status
 from forebay.storage.base import Content
 
@@ -24,6 +24,7 @@ __all__ = [
     "COLUMNS",
     "RECORD",
     "RECORD_OF_G",
+    "RESERVED_AFTER",
     "content_arrays",
     "exact_number",
     "from_text",
@@ -59,6 +60,8 @@ _RECORD_COLUMNS = (
     "owner",
     "lease_id",
     "train_step",
+    "reserved_bytes",
+    "session_ids",
     "tags",
 )
 RECORD = ", ".join(_RECORD_COLUMNS)
@@ -67,12 +70,16 @@ RECORD = ", ".join(_RECORD_COLUMNS)
 RECORD_OF_G = ", ".join(f"g.{column}" for column in _RECORD_COLUMNS)
 """The same, where `groups` is called g."""
 
+RESERVED_AFTER = """CASE WHEN u.status IN ('init', 'expired', 'aborted') THEN g.reserved_bytes ELSE u.bytes END"""
+"""`capacity.reserved_after` in SQL, where new facts are called u."""
+
 COLUMNS = (*_RECORD_COLUMNS, "tag_values", "archive_id", "trained_as")
 """All columns of `groups`, for COPY."""
 
 _STATUS = {str(status): status for status in Status}
 _PLACE = {str(place): place for place in Place}
-_encode_tags = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
+_decode_sessions = msgspec.msgpack.Decoder(SessionIds).decode
 _decode_tags = msgspec.msgpack.Decoder(dict[str, str | int | float | bool | None]).decode
 
 
@@ -133,7 +140,7 @@ def tag_columns(tags: Tags) -> tuple[bytes | None, str | None]:
     values = ",".join(
         f"{json.dumps(to_text(name))}:{_tag_json(value)}" for name, value in tags.items() if value is not None
     )
-    return _encode_tags(tags), f"{{{values}}}"
+    return _encode(tags), f"{{{values}}}"
 
 
 # --- records ------------------------------------------------------------------------------------------
@@ -168,6 +175,8 @@ def read_record(row: Any) -> Record:
         owner=None if owner is None else from_text(owner),
         lease_id=row["lease_id"],
         train_step=row["train_step"],
+        reserved_bytes=row["reserved_bytes"],
+        session_ids=() if row["session_ids"] is None else _decode_sessions(row["session_ids"]),
         tags=NO_TAGS if tags is None else _decode_tags(tags),
     )
 
@@ -212,6 +221,8 @@ def record_values(record: Record, archive_id: int | None = None, trained_as: Sta
         None if record.owner is None else to_text(record.owner),
         record.lease_id,
         record.train_step,
+        record.reserved_bytes,
+        _encode(record.session_ids) if record.session_ids else None,
         tags,
         tag_values,
         archive_id,
@@ -220,7 +231,7 @@ def record_values(record: Record, archive_id: int | None = None, trained_as: Sta
 
 
 def content_arrays(contents: Iterable[Content]) -> list[list[Any]]:
-    """Contents as arrays, column by column: facts, priority, whether tags are given, tags, tag values."""
+    """Contents as arrays, column by column: facts, priority, whether tags are given, tags, tag values, sessions."""
     columns: list[tuple[Any, ...]] = []
     for content in contents:
         facts = content.facts
@@ -242,6 +253,7 @@ def content_arrays(contents: Iterable[Content]) -> list[list[Any]]:
                 content.tags is not None,
                 tags,
                 tag_values,
+                _encode(facts.session_ids) if facts.session_ids else None,
             )
         )
     return [list(column) for column in zip(*columns, strict=True)]

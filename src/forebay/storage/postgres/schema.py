@@ -3,7 +3,9 @@
 - `groups`: a row for each group, metadata only; `payloads`: its codec frame, so that counting and choosing never
   read it. `accounts`: positions and watermarks by task. `owners`: who has the store open, and until when.
 - `tallies`: what the ledger says, in shards: a transaction adds its changes to the shard of its own connection,
-  so that puts do not wait for one row; a reader adds the shards up. `reasons`: the same, by reason.
+  so that puts do not wait for one row; a reader adds the shards up. `reasons`: the same, by reason. `sizes`: the same,
+  of responses by their rounded size, kept if there is a limit in bytes.
+- `ends`: groups that ended and that nobody was told of, if `store.notes_ends` (see `group_ends`).
 - `calls`: what calls answered that may come twice; buffers of earlier versions get it when they are first used.
 
 All text is COLLATE "C", which for UTF-8 is the order of code points. Creating is free of races between processes; a
@@ -38,7 +40,7 @@ __all__ = [
     "settings_text",
 ]
 
-VERSION = 2
+VERSION = 3
 SHARDS = 16
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
@@ -53,11 +55,13 @@ TALLY_COLUMNS = (
     "buffered_tokens",
     "leased_tokens",
     "bytes",
+    "reserved",
     *END_COUNTERS,
     *(f"{end}_tokens" for end in END_COUNTERS),
+    "issued_tokens",
     "reset_tokens",
 )
-"""Counters of a task. `bytes` are those of the groups in flight, buffered and leased."""
+"""Counters of a task. `bytes` and `reserved` are those of the groups in flight, buffered and leased."""
 
 SHELF = "(task_name || '/' || status)"
 """Where a buffered group stands: those that are claimed in one order together. As one value, so that only the index of
@@ -69,6 +73,7 @@ CREATE TABLE store (
     version integer NOT NULL,
     store_id text COLLATE "C" NOT NULL DEFAULT gen_random_uuid()::text,
     saved_step bigint,
+    notes_ends boolean NOT NULL DEFAULT false,
     settings text COLLATE "C"
 );
 CREATE SEQUENCE uids;
@@ -101,6 +106,8 @@ CREATE TABLE groups (
     owner text COLLATE "C",
     lease_id text COLLATE "C",
     train_step bigint,
+    reserved_bytes bigint NOT NULL,
+    session_ids bytea,
     tags bytea,
     tag_values jsonb,
     archive_id bigint,
@@ -142,6 +149,22 @@ CREATE TABLE reasons (
     groups bigint NOT NULL,
     PRIMARY KEY (task_name, reason, shard)
 ) WITH (fillfactor = 50);
+CREATE TABLE sizes (
+    task_name text COLLATE "C" NOT NULL,
+    size bigint NOT NULL,
+    shard smallint NOT NULL,
+    groups bigint NOT NULL,
+    PRIMARY KEY (task_name, size, shard)
+) WITH (fillfactor = 50);
+CREATE TABLE ends (
+    number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    task_name text COLLATE "C" NOT NULL,
+    group_id bigint NOT NULL,
+    delivery bigint NOT NULL,
+    owner text COLLATE "C",
+    data bytea NOT NULL
+) WITH (autovacuum_vacuum_scale_factor = 0.02);
+CREATE INDEX ends_identity ON ends (task_name, group_id);
 CREATE TABLE owners (
     owner text COLLATE "C" PRIMARY KEY,
     lease_s double precision,
@@ -223,6 +246,7 @@ def settings_text(settings: Settings) -> str:
             "choose": chooser,
             "max_groups": settings.max_groups,
             "max_bytes": settings.max_bytes,
+            "expect_group_bytes": settings.expect_group_bytes,
             "keep_trained": settings.keep_trained,
         }
     ).decode()

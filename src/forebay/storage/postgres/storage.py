@@ -17,7 +17,7 @@ import asyncpg
 
 from forebay.codec import encode_group
 from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, LostLease, NoRoom
-from forebay.ledger import Account, Event, Watermark
+from forebay.ledger import Account, Event, GroupEnd, Watermark
 from forebay.query import Node
 from forebay.record import Record, Row
 from forebay.rollout import Status
@@ -49,7 +49,7 @@ class PostgresStorage(PostgresLife):
     # --- moves --------------------------------------------------------------------------------------
 
     async def _room(self, step: Step, groups: int, size: int) -> None:
-        await arriving.check_room(step, self.name, self._settings, looking.USAGE, groups, size)
+        await arriving.hold_room(step, self.name, self._settings, looking.USAGE, groups, size)
 
     async def _anew(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat a step that met a group which was not there when it looked; then it finds it."""
@@ -98,6 +98,7 @@ class PostgresStorage(PostgresLife):
                 cursor=cursor,
                 source_state=source_state,
                 room=self._room,
+                settings=self._settings,
             )
 
         self._check_owner(owner)
@@ -125,16 +126,18 @@ class PostgresStorage(PostgresLife):
         hand_ids = iter(await self._newcomers.take(self._connections, by_hand) if by_hand else ())
         group_ids = [next(hand_ids) if a.group_id is None else a.group_id for a in arrivals]
         if self._is_simple(arrivals, frames):
-            task_name, contents = arrivals[0].task_name, [arrival.content for arrival in arrivals]
+            task_name = arrivals[0].task_name
 
             async def put_new(step: Step) -> list[Record]:
-                return await arriving.put_new(step, task_name, group_ids, contents, frames)
+                return await arriving.put_new(step, task_name, group_ids, arrivals, frames)
 
             # With its answer it is more than one statement.
             return await self._connections.step(answers.kept_with(put_new, Stored), single=CALL.get() is None)
 
         async def put(step: Step) -> list[Record]:
-            return await arriving.put(step, arrivals, group_ids, frames, owner=owner, room=self._room)
+            return await arriving.put(
+                step, arrivals, group_ids, frames, owner=owner, room=self._room, settings=self._settings
+            )
 
         return await self._connections.step(answers.kept_with(put, Stored))
 
@@ -282,6 +285,26 @@ class PostgresStorage(PostgresLife):
     async def rewind(self, model_step: int) -> dict[str, int]:
         async with self._used():
             return await self._connections.step(lambda step: leaving.rewind(step, model_step))
+
+    # --- ends -----------------------------------------------------------------------------------------
+
+    async def note_ends(self) -> None:
+        await self._read(
+            lambda connection: connection.execute("UPDATE store SET notes_ends = true WHERE NOT notes_ends")
+        )
+
+    async def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
+        self._check_owner(owner)
+        async with self._used():
+            async with self._connections.lend() as connection:
+                if not await connection.fetchval("SELECT EXISTS (SELECT FROM ends)"):
+                    return []
+            return await self._connections.step(lambda step: leaving.take_ends(step, owner, limit))
+
+    async def forget_ends(self, numbers: Sequence[int]) -> None:
+        await self._read(
+            lambda connection: connection.execute("DELETE FROM ends WHERE number = ANY($1)", list(numbers))
+        )
 
     # --- calls that may come twice --------------------------------------------------------------------
 

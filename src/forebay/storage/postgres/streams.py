@@ -17,7 +17,7 @@ import asyncpg
 
 from forebay.codec import encode_group
 from forebay.errors import DamagedData, InvalidInput, StorageUnavailable
-from forebay.ledger import Account, Place, close_line
+from forebay.ledger import Account, Place, check_closed
 from forebay.record import Record, Row
 from forebay.rollout import group_status
 from forebay.storage.postgres import watermarks
@@ -162,10 +162,10 @@ async def _copy(connection: Any, records: list[tuple[Any, ...]], frames: list[tu
 async def _restore_accounts(step: Step, accounts: Mapping[str, Account]) -> None:
     """The accounts and their counts, if they agree with the rows."""
     connection = step.connection
-    counts: dict[str, list[tuple[str, str, int, int, int]]] = {}
+    counts: dict[str, list[tuple[str, str, int, int, int, int]]] = {}
     for row in await connection.fetch(
         "SELECT task_name, place, status, count(*) AS groups, sum(tokens)::bigint AS tokens, sum(bytes)::bigint AS "
-        "bytes FROM groups GROUP BY task_name, place, status"
+        "bytes, sum(greatest(0, reserved_bytes - bytes))::bigint FROM groups GROUP BY task_name, place, status"
     ):
         counts.setdefault(row["task_name"], []).append(tuple(row)[1:])
     columns = ", ".join(TALLY_COLUMNS)
@@ -173,15 +173,11 @@ async def _restore_accounts(step: Step, accounts: Mapping[str, Account]) -> None
     for task_name, account in accounts.items():
         name = to_text(task_name)
         found = counts.get(name, [])
-        places = dict.fromkeys(Place, 0)
-        for place, _, groups, _, _ in found:
+        places, tokens = dict.fromkeys(Place, 0), dict.fromkeys(Place, 0)
+        for place, _, groups, held_tokens, _, _ in found:
             places[Place(place)] += groups
-        line = close_line(account, places)
-        held = sum(line.values()) - line["issued"]
-        if held != line["issued"]:
-            raise InvalidInput(
-                f"task {task_name!r} issued {line['issued']} groups, but {held} are accounted for; nothing restored"
-            )
+            tokens[Place(place)] += held_tokens
+        check_closed(account, places, tokens, task_name)
         await connection.execute(
             f"INSERT INTO tallies (task_name, shard, {columns}) SELECT $1::text, 0, {values}",
             name,
@@ -190,6 +186,10 @@ async def _restore_accounts(step: Step, accounts: Mapping[str, Account]) -> None
         await connection.executemany(
             "INSERT INTO reasons (task_name, reason, shard, groups) VALUES ($1, $2, 0, $3)",
             [(name, to_text(reason), groups) for reason, groups in account.reasons.items()],
+        )
+        await connection.executemany(
+            "INSERT INTO sizes (task_name, size, shard, groups) VALUES ($1, $2, 0, $3)",
+            [(name, size, groups) for size, groups in account.sizes.items()],
         )
         await connection.execute(
             "INSERT INTO accounts (task_name, cursor, source_state) VALUES ($1, $2, $3)",

@@ -29,9 +29,10 @@ class Journal:
         self.records: dict[int, Record | None] = {}  # None: removed
         self.frames: dict[int, bytes] = {}
         self.summaries: dict[int, str] = {}
+        self.ends: dict[int, bytes | None] = {}  # None: removed
 
     def __bool__(self) -> bool:
-        return bool(self.records)
+        return bool(self.records) or bool(self.ends)
 
 
 class JournalTable(MemoryTable):
@@ -86,3 +87,4 @@ class State(msgspec.Struct):
     accounts: dict[str, bytes]
     table: JournalTable
     archived: deque[int]
+    ends: dict[int, bytes]

@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from forebay.codec import decode_account, encode_account
+from forebay.codec import decode_account, decode_end, encode_account, encode_end
 from forebay.errors import BufferClosed, DamagedData, InvalidConfig, StorageError
-from forebay.ledger import Place
+from forebay.ledger import GroupEnd, Place
 from forebay.policy import Order
 from forebay.storage.base import Settings
 from forebay.storage.calls import CALL, Kept
@@ -169,7 +169,7 @@ class SQLiteLife(LocalStorage):
         if meta.get("restoring"):
             log.warning("restore_incomplete path=%s the store is emptied", self.path)
             emptied(connection)
-            meta = {"store_id": meta["store_id"]}
+            meta = {key: value for key, value in meta.items() if key in ("store_id", "notes_ends")}
         accounts = dict(connection.execute("SELECT task_name, data FROM accounts"))
         rows = connection.execute(f"SELECT {', '.join(schema.COLUMNS)} FROM group_rows ORDER BY uid").fetchall()
         # The table is built here, in the writer's thread: the event loop has no part in it.
@@ -179,7 +179,8 @@ class SQLiteLife(LocalStorage):
             table.load(record)
         archived = [record for record in records if record.place is Place.ARCHIVED]
         archived.sort(key=lambda record: (record.moved_at, record.uid))
-        return State(meta, accounts, table, deque(record.uid for record in archived))
+        ends = dict(connection.execute("SELECT number, data FROM ends ORDER BY number"))
+        return State(meta, accounts, table, deque(record.uid for record in archived), ends)
 
     def _adopt(self, state: State) -> None:
         """Make memory what is on disk."""
@@ -188,10 +189,22 @@ class SQLiteLife(LocalStorage):
         self._next_uid = int(meta.get("next_uid") or 1)
         self._next_timestamp_id = int(meta.get("next_timestamp_id") or 1)
         self._saved_step = meta.get("saved_step")
+        self._notes_ends = bool(meta.get("notes_ends"))
         self._accounts = {task_name: decode_account(data) for task_name, data in state.accounts.items()}
         self._written_accounts = state.accounts
         self._written_meta = self._meta()
         self._table, self._archived = state.table, state.archived
+        self._ends = {number: decode_end(data) for number, data in state.ends.items()}
+        self._next_end = max([self._next_end, *(number + 1 for number in self._ends)])
+
+    def _note_end(self, end: GroupEnd) -> None:
+        self._rows.journal.ends[self._next_end] = encode_end(end)
+        super()._note_end(end)
+
+    def _drop_end(self, number: int) -> None:
+        if number in self._ends:
+            self._rows.journal.ends[number] = None
+        super()._drop_end(number)
 
     # --- the writer ---------------------------------------------------------------------------------
 
@@ -244,6 +257,7 @@ class SQLiteLife(LocalStorage):
             "next_uid": self._next_uid,
             "next_timestamp_id": self._next_timestamp_id,
             "saved_step": self._saved_step,
+            "notes_ends": int(self._notes_ends),
         }
 
     def _take_changes(self) -> Callable[[sqlite3.Connection], None] | None:

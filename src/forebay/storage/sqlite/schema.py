@@ -3,7 +3,8 @@
     group_rows   one row a group: every field of `record.Record`; tags as JSON
     payloads     one row a group: the samples as a codec frame, and a summary of them as JSON to look at
     accounts     one row a task: `ledger.Account` as MessagePack
-    meta         schema_version, store_id, next_uid, next_timestamp_id, saved_step, restoring
+    meta         schema_version, store_id, next_uid, next_timestamp_id, saved_step, notes_ends, restoring
+    ends         one row a group that ended and that nobody was told of, if `meta.notes_ends` (see `group_ends`)
     calls        what calls answered that may come twice (see `calls`); stores of earlier versions get it when opened
 
 People and tools read the views `groups` and `samples`, whose columns stay: Datasette, DuckDB or the sqlite3 shell open
@@ -24,7 +25,7 @@ from forebay.rollout import Group
 
 __all__ = ["COLUMNS", "SCHEMA_VERSION", "create", "record_of", "summary_of", "upsert_sql", "values_of"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x46424159  # "FBAY"
 
 COLUMNS = Record.__struct_fields__
@@ -39,6 +40,7 @@ _TYPES = {
     "owner": "TEXT",
     "lease_id": "TEXT",
     "tags": "TEXT NOT NULL",
+    "session_ids": "TEXT NOT NULL",
     "oldest_step": "INTEGER",
     "newest_step": "INTEGER",
     "token_step": "INTEGER",
@@ -62,6 +64,7 @@ CREATE TABLE accounts (task_name TEXT PRIMARY KEY, data BLOB NOT NULL) WITHOUT R
 CREATE TABLE group_rows ({", ".join(f"{name} {_TYPES.get(name, 'INTEGER NOT NULL')}" for name in COLUMNS)});
 CREATE UNIQUE INDEX group_identity ON group_rows (task_name, group_id);
 CREATE INDEX group_order ON group_rows (place, task_name, status, timestamp_id);
+CREATE TABLE ends (number INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE payloads (uid INTEGER PRIMARY KEY, frame BLOB NOT NULL, summary TEXT NOT NULL);
 CREATE VIEW groups AS SELECT {_VIEW_COLUMNS} FROM group_rows;
 CREATE VIEW samples AS
@@ -103,6 +106,7 @@ upsert_sql = (
 
 _json = msgspec.json.Encoder()
 _TAGS = COLUMNS.index("tags")
+_SESSIONS = COLUMNS.index("session_ids")
 _STATUS = COLUMNS.index("status")
 _PLACE = COLUMNS.index("place")
 
@@ -111,6 +115,7 @@ def values_of(record: Record) -> list[Any]:
     """The column values of a record."""
     values = [getattr(record, name) for name in COLUMNS]
     values[_TAGS] = _json.encode(record.tags).decode() if record.tags else "{}"
+    values[_SESSIONS] = _json.encode(record.session_ids).decode() if record.session_ids else "[]"
     values[_STATUS] = record.status.value
     values[_PLACE] = record.place.value
     return values
@@ -121,6 +126,7 @@ def record_of(values: tuple[Any, ...]) -> Record:
     try:
         fields = dict(zip(COLUMNS, values, strict=True))
         fields["tags"] = msgspec.json.decode(fields["tags"]) if fields["tags"] != "{}" else {}
+        fields["session_ids"] = msgspec.json.decode(fields["session_ids"]) if fields["session_ids"] != "[]" else ()
         return msgspec.convert(fields, Record)
     except (ValueError, TypeError, msgspec.MsgspecError) as error:
         raise DamagedData(f"the row of group uid {values[0]!r} cannot be read: {error}") from None

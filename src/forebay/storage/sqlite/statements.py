@@ -63,6 +63,11 @@ def writing(journal: Journal, accounts: Mapping[str, bytes], meta: Mapping[str, 
                 "INSERT OR REPLACE INTO payloads (uid, frame, summary) VALUES (?, ?, ?)",
                 [(uid, frame, journal.summaries[uid]) for uid, frame in journal.frames.items()],
             )
+        for number, data in journal.ends.items():
+            if data is None:
+                connection.execute("DELETE FROM ends WHERE number = ?", (number,))
+            else:
+                connection.execute("INSERT INTO ends (number, data) VALUES (?, ?)", (number, data))
         if accounts:
             connection.executemany("INSERT OR REPLACE INTO accounts VALUES (?, ?)", list(accounts.items()))
         if meta:
@@ -104,7 +109,7 @@ def emptied(connection: sqlite3.Connection) -> None:
     """Make the store as if it were new."""
     for table in ("group_rows", "payloads", "accounts"):
         connection.execute(f"DELETE FROM {table}")
-    connection.execute("DELETE FROM meta WHERE key <> 'store_id'")
+    connection.execute("DELETE FROM meta WHERE key NOT IN ('store_id', 'notes_ends')")
 
 
 # --- answers ------------------------------------------------------------------------------------------

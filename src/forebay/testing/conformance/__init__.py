@@ -10,6 +10,7 @@ Every test gets a new, empty storage, opened for the owner `me`. The tests speak
 
 from __future__ import annotations
 
+from forebay.testing.conformance.ending import Ending
 from forebay.testing.conformance.leasing import Leasing
 from forebay.testing.conformance.looking import Looking
 from forebay.testing.conformance.producing import Producing
@@ -19,5 +20,5 @@ from forebay.testing.conformance.undoing import Undoing
 __all__ = ["StorageConformance"]
 
 
-class StorageConformance(Storing, Producing, Leasing, Undoing, Looking):
+class StorageConformance(Storing, Producing, Leasing, Undoing, Ending, Looking):
     """Inherit from it, say how to make a storage, and let pytest run it."""

@@ -128,6 +128,30 @@ class Producing(Suite):
 
         self.run(test)
 
+    def test_g01_tokens_that_are_too_old_on_arrival_are_counted_as_reset(self) -> None:
+        async def test(store: Store) -> None:
+            await store.issue(2)
+            await store.put(make_group(group_id=0, status=EXPIRED, tokens=0), reset_tokens=6)
+            await store.put(make_group(status=EXPIRED, tokens=0), reset_tokens=6)
+            assert await store.line(tokens=True) == {"issued": 12, "reset": 12}
+            await store.put(make_group(group_id=1, status=ABORTED), attempt=1)
+            assert await store.line(tokens=True) == {"issued": 18, "buffered": 6, "reset": 12}
+
+        self.run(test)
+
+    def test_g01_tokens_that_a_producer_drops_are_counted_as_reset(self) -> None:
+        async def test(store: Store) -> None:
+            await store.issue()
+            await store.put(make_group(group_id=0, status=ABORTED))
+            await store.claim(1, ABORTED, purpose=Purpose.DRAW)
+            assert await store.line(tokens=True) == {"issued": 6, "in_flight": 6}
+            await store.put(make_group(group_id=0, tokens=1), attempt=2)
+            assert await store.line(tokens=True) == {"issued": 6, "buffered": 2, "reset": 4}
+            await store.claim(1)
+            assert await store.line(tokens=True) == {"issued": 6, "trained": 2, "reset": 4}
+
+        self.run(test)
+
     def test_drawing_again_goes_by_status_then_group_id(self) -> None:
         async def test(store: Store) -> None:
             await store.issue(4)

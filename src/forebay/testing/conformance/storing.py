@@ -15,8 +15,8 @@ from forebay.query import parse
 from forebay.record import Record
 from forebay.rollout import Status
 from forebay.staleness import Limits
-from forebay.storage.base import Claim, Purpose
-from forebay.testing.conformance.suite import ABORTED, COMPLETED, ME, Store, Suite, raises, uids
+from forebay.storage.base import Claim, Purpose, Revision
+from forebay.testing.conformance.suite import ABORTED, COMPLETED, ME, Store, Suite, content, raises, uids
 from forebay.testing.samples import make_group
 
 __all__ = ["Storing"]
@@ -268,5 +268,41 @@ class Storing(Suite):
             with raises(NoRoom):
                 await store.put(make_group(64, tokens=100))
             assert await store.line() == {"issued": 1, "buffered": 1}
+
+        self.run(test, max_bytes=10_000)
+
+    def test_room_is_reserved_at_issue_and_kept_until_the_true_size_is_known(self) -> None:
+        async def test(store: Store) -> None:
+            issued = await store.issue(2)
+            assert {record.reserved_bytes - record.bytes for record in issued} == {4_000}
+            usage = await store.storage.usage()
+            assert (usage.bytes, usage.reserved) == (sum(record.bytes for record in issued), 8_000)
+            with raises(NoRoom):
+                await store.issue(1, cursor=2)
+            await store.storage.release(ME)
+            assert await store.storage.usage() == usage
+            rows = await store.claim(2, ABORTED, purpose=Purpose.DRAW)
+            assert {row.record.reserved_bytes for row in rows} == {record.reserved_bytes for record in issued}
+            assert await store.storage.usage() == usage
+            (back,) = await store.put(make_group(group_id=0), attempt=2)
+            assert back.reserved_bytes == back.bytes
+            assert (await store.storage.usage()).reserved == 4_000
+            (next_one,) = await store.issue(1, cursor=2)
+            assert next_one.bytes < next_one.reserved_bytes < next_one.bytes + 4_000
+            await store.put(make_group(group_id=1, status=Status.FILTERED), attempt=2, reason="dull")
+            assert sum((await store.storage.account("math")).sizes.values()) == 2
+            assert (await store.storage.usage()).reserved == next_one.reserved_bytes - next_one.bytes
+
+        self.run(test, max_bytes=10_000, expect_group_bytes=4_000)
+
+    def test_a_group_that_expires_keeps_its_room_to_be_generated_again(self) -> None:
+        async def test(store: Store) -> None:
+            (record,) = await store.put(make_group(model_step=0))
+            await store.storage.set_watermark({"math": Watermark(9, Limits(1))})
+            (row,) = await store.storage.due("math", (COMPLETED,), 5)
+            expired = content(make_group(group_id=record.group_id, status=Status.EXPIRED))
+            await store.storage.revise([Revision(row.record.uid, row.record.revision, expired)])
+            usage = await store.storage.usage()
+            assert (usage.bytes, usage.bytes + usage.reserved) == (expired.facts.bytes, record.bytes)
 
         self.run(test, max_bytes=10_000)

@@ -121,6 +121,7 @@ class Suite(ABC):
                 await test(Store(storage))
                 for task_name in await storage.ledger():
                     await Store(storage).line(task_name)
+                    await Store(storage).line(task_name, tokens=True)
             finally:
                 await storage.close(ME)
 
