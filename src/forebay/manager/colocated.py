@@ -56,7 +56,7 @@ class AgentLoopManager(Manager):
             loop = asyncio.get_running_loop()
             began = loop.time()
             while True:
-                with self.replay_buffer.asking(wants):
+                with self.replay_buffer.asking(sizes):
                     complete = await self._produce(sizes, lambda name, line: self._target(sizes[name], line))
                 self._check_open()
                 await self._pause_strategies(self.tasks)

@@ -200,7 +200,7 @@ class DisaggregatedAgentLoopManager(Manager):
         what = f"the batch of train step {train_step}: {names}"
         found: dict[str, list[Row]] | ProduceStatus
         try:
-            found = await self.replay_buffer.until(attempt, what, list(wants), timeout_s=timeout_s, wants=wants)
+            found = await self.replay_buffer.until(attempt, what, list(wants), timeout_s=timeout_s, wants=sizes)
         except WaitTimeout as late:
             explanation = f"{late.explanation}\n{await self._explain_tasks()}"
             raise WaitTimeout(what, late.timeout_s, explanation) from None
