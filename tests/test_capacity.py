@@ -260,6 +260,23 @@ def test_a_lease_that_waits_beside_a_producer_without_room_ends_at_once() -> Non
     run(main, seed=1)
 
 
+def test_a_lease_keeps_waiting_while_another_trainer_may_take_what_fills_the_buffer() -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer(max_groups=1)
+        sampler = Sampler([{"prompt": "q"}]).with_buffer(buffer)
+        await buffer.put(answered(await sampler.sample("code"), 10), "code", model_step=0)
+        waiting = asyncio.ensure_future(buffer.lease_batch({"math": 1}, train_step=1).__aenter__())
+        drawing = asyncio.ensure_future(sampler.sample("math"))
+        await asyncio.sleep(60)
+        assert not waiting.done()
+        async with buffer.lease_batch({"code": 1}, train_step=1):
+            pass
+        await buffer.put(answered(await drawing, 10), "math", model_step=0)
+        assert len((await waiting).groups) == 1
+
+    run(main, seed=1)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_g11_random_sizes_and_limits_train_or_say_why_not_and_never_wait_silently(seed: int) -> None:
     chance = random.Random(seed)

@@ -255,7 +255,8 @@ class Session:
         """InvalidConfig if a batch is not there and can never be.
 
         That is: a producer of this buffer found no room for its next prompt, nothing is in flight, leased, or buffered
-        to be generated again, and what is buffered is not enough.
+        to be generated again, what is buffered is not enough, and nobody else waits to take any of it: it belongs to
+        the tasks of this batch (also those of which it wants none) or to tasks that nobody produces.
         """
         if self._refused is None:
             return
@@ -263,8 +264,11 @@ class Session:
         ledger = await self.storage.ledger()
         if any(line["in_flight"] or line["leased"] for line in ledger.values()):
             return
-        # What nobody produces is not drawn again either.
+        # What nobody produces is not drawn again, and nobody waits for it.
         tasks = [name for name in ledger if self.produced is None or name in self.produced]
+        others = ledger if self.storage.shared else tasks
+        if any(ledger[name]["buffered"] for name in others if name not in wants):
+            return
         again = await self.storage.count_statuses(tasks, (Status.INIT, Status.EXPIRED, Status.ABORTED))
         available = await self.storage.available(list(wants), Status.COMPLETED)
         if any(any(counts.values()) for counts in again.values()) or all(

@@ -95,7 +95,7 @@ class AgentLoopManager(Manager):
             current_train_step=train_step,
         )
         wants = {name: groups for name, groups in sizes.items() if groups}
-        with self.replay_buffer.asking(wants):
+        with self.replay_buffer.asking(sizes):
             complete = await self._produce(sizes, lambda name, line: self._target(sizes[name], line))
         self._check_open()
         await self._pause_strategies(self.tasks)

@@ -229,7 +229,7 @@ class DisaggregatedAgentLoopManager(Manager):
         names = ", ".join(f"{groups} of task {name!r}" for name, groups in wants.items())
         what = f"the batch of train step {train_step}: {names}"
         try:
-            found = await self.replay_buffer.until(attempt, what, list(wants), timeout_s=deadline.left_s(), wants=wants)
+            found = await self.replay_buffer.until(attempt, what, list(wants), timeout_s=deadline.left_s(), wants=sizes)
         except WaitTimeout as late:
             explanation = f"{late.explanation}\n{await self._explain_tasks()}"
             raise WaitTimeout(what, deadline.timeout_s or 0.0, explanation) from late.__cause__
