@@ -1201,7 +1201,8 @@ CUTS = (0, 1, 3, 5, 7, 10)  # in the middle, and at the end, of epochs of five
 
 @pytest.mark.filterwarnings("ignore")
 async def test_a_data_set_of_hugging_face_is_drawn_from_as_it_is(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     dataset = datasets.Dataset.from_list(records(5))
     assert await exact_cuts(lambda: dataset, 5, CUTS, 12, tmp_path) == list(CUTS)
     sampler = SamplerWithReplayBuffer(dataset, ReplayBuffer())
@@ -1212,7 +1213,7 @@ async def test_a_data_set_of_hugging_face_is_drawn_from_as_it_is(tmp_path: Path)
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("shuffled", [False, True])
 async def test_a_stream_of_hugging_face_goes_on_exactly(shards: int, shuffled: bool, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
 
     def make() -> Any:
         stream = datasets.Dataset.from_list(records(5)).to_iterable_dataset(num_shards=shards)
@@ -1229,8 +1230,8 @@ async def test_a_stream_of_hugging_face_goes_on_exactly(shards: int, shuffled: b
 async def test_torchdatas_loader_goes_on_exactly(
     workers: int, batch_size: int | None, shuffled: bool, tmp_path: Path
 ) -> None:
-    torch = pytest.importorskip("torch")
-    stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
+    import torch
+    from torchdata import stateful_dataloader
 
     def make() -> Any:
         torch.manual_seed(3)
@@ -1246,12 +1247,13 @@ async def test_torchdatas_loader_goes_on_exactly(
 async def test_torchs_loader_without_state_goes_on_exactly_if_it_has_its_own_generator(
     shuffled: bool, tmp_path: Path
 ) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
 
     def make() -> Any:
         generator = torch.Generator().manual_seed(3)
+        dataset: Any = records(5)
         return torch.utils.data.DataLoader(
-            records(5), batch_size=1, shuffle=shuffled, generator=generator, collate_fn=as_they_are
+            dataset, batch_size=1, shuffle=shuffled, generator=generator, collate_fn=as_they_are
         )
 
     assert await exact_cuts(make, 5, CUTS, 12, tmp_path) == list(CUTS)
@@ -1259,8 +1261,9 @@ async def test_torchs_loader_without_state_goes_on_exactly_if_it_has_its_own_gen
 
 @pytest.mark.filterwarnings("ignore")
 async def test_records_that_torch_collated_are_refused() -> None:
-    torch = pytest.importorskip("torch")
-    collated = [{"messages": [{"role": "user", "content": "hello"}]}]
+    import torch
+
+    collated: Any = [{"messages": [{"role": "user", "content": "hello"}]}]
     sampler = SamplerWithReplayBuffer(torch.utils.data.DataLoader(collated, batch_size=1), ReplayBuffer())
     with pytest.raises(InvalidRecord, match="must not collate records"):
         await sampler.draw(1, "math")
