@@ -7,11 +7,9 @@ import gc
 import logging
 import os
 import shutil
-import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -33,6 +31,7 @@ from forebay.trajectory.segments import file_names
 from forebay.trajectory.space import Space
 from forebay.trajectory.store import Store
 from tests.failing_files import Failing
+from tests.processes import HANG_S, finished, started
 from tests.trajectory.crash_child import Buffer, check_batch, check_trajectory, make
 
 ROOT = Path(__file__).parent.parent.parent
@@ -97,20 +96,12 @@ def settle(buffer: Buffer) -> None:
     assert writer is not None
     with buffer._changed:
         while not writer.idle and writer.error is None:
-            assert buffer._changed.wait(60)
+            assert buffer._changed.wait(HANG_S)
 
 
 def apart(code: str, *arguments: object) -> str:
     """Run it in a process of its own, which may crash."""
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", f"from tests.trajectory.test_store import *\n{code}"]
-        + [str(argument) for argument in arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = finished("-X", "faulthandler", "-c", f"from tests.trajectory.test_store import *\n{code}", *arguments)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-3000:]}"
     return done.stdout
 
@@ -750,23 +741,14 @@ def test_g07_rows_are_on_disk_before_their_trajectories_are_listed(
 def test_a_second_writer_of_trajectories_is_told_who_has_them(tmp_path: Path) -> None:
     code = "buffer = opened(Path(sys.argv[1]))\nbuffer.add_trajectories([make(0)], durable=True)\n"
     code += "print('open', flush=True)\ninput()"
-    child = subprocess.Popen(
-        [sys.executable, "-c", f"from tests.trajectory.test_store import *\n{code}", str(tmp_path)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
+    with started("-c", f"from tests.trajectory.test_store import *\n{code}", tmp_path) as child:
         assert child.stdout is not None
-        assert child.stdout.readline() == b"open\n"
+        assert child.stdout.readline() == "open\n"
         with pytest.raises(StorageInUse) as refused:
             opened(tmp_path)
         assert f"process {child.pid} on {socket.gethostname()}" in str(refused.value)
         with reading(tmp_path) as buffer:
             check_all(buffer, [0])
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
     with opened(tmp_path) as buffer:
         check_all(buffer, [0])
         with pytest.raises(StorageInUse, match=f"process {os.getpid()} on"):

@@ -20,9 +20,8 @@ import pytest
 from forebay.errors import BufferClosed, InvalidInput, InvalidTrajectory, StorageError
 from forebay.files import FileOps
 from forebay.trajectory import MixedReplay, TrajectoryReplayBuffer
+from tests.processes import HANG_S
 from tests.trajectory.tagged import Made, assert_rows, flat, made_at_random, make, plain
-
-LONG_S = 60.0
 
 
 class TinySegments(TrajectoryReplayBuffer):
@@ -99,7 +98,7 @@ class Team:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(LONG_S)
+            thread.join(HANG_S)
             assert not thread.is_alive(), f"{thread.name} never ends"
 
 
@@ -253,7 +252,7 @@ def together(count: int, work: Callable[[int], object]) -> list[Any]:
     results: list[Any] = [None] * count
 
     def run(k: int) -> None:
-        barrier.wait(LONG_S)
+        barrier.wait(HANG_S)
         try:
             results[k] = work(k)
         except BaseException as error:
@@ -263,7 +262,7 @@ def together(count: int, work: Callable[[int], object]) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(LONG_S)
+        thread.join(HANG_S)
         assert not thread.is_alive()
     return results
 
@@ -334,7 +333,7 @@ class Disk(FileOps):
     def sync(self, descriptor: int) -> None:
         if not self.go.is_set():
             self.arrived.set()
-        assert self.go.wait(LONG_S)
+        assert self.go.wait(HANG_S)
         if self.broken:
             raise OSError(28, "No space left on device")
         super().sync(descriptor)
@@ -370,9 +369,9 @@ def blocked(path: Path, disk: Disk) -> tuple[TrajectoryReplayBuffer, threading.T
     buffer = on_disk(disk, path, max_pending_bytes=20_000)
     disk.go.clear()
     assert buffer.add_trajectories([small()]) == [0]
-    assert disk.arrived.wait(LONG_S)
+    assert disk.arrived.wait(HANG_S)
     thread, results = started(lambda: buffer.add_trajectories([small()]))
-    deadline = time.monotonic() + LONG_S
+    deadline = time.monotonic() + HANG_S
     while not buffer._changed._waiters and time.monotonic() < deadline:  # type: ignore[attr-defined]
         thread.join(0.001)
     assert results == []
@@ -386,7 +385,7 @@ def test_an_add_that_waits_for_the_disk_goes_on_when_that_does(tmp_path: Path) -
     buffer, thread, results = blocked(tmp_path, disk)
     assert buffer.sample(5)["step"].shape == (5,)  # sampling does not wait
     disk.go.set()
-    thread.join(LONG_S)
+    thread.join(HANG_S)
     assert results == [[1]]
     buffer.flush()
     assert (buffer.durable_id, buffer.get_stats()["pending_bytes"]) == (1, 0)
@@ -397,11 +396,11 @@ def test_an_add_that_waits_for_the_disk_ends_with_the_buffer(tmp_path: Path) -> 
     disk = Disk()
     buffer, thread, results = blocked(tmp_path, disk)
     closing, closed = started(buffer.close)
-    thread.join(LONG_S)
+    thread.join(HANG_S)
     assert isinstance(results[0], BufferClosed)
     assert closed == []  # it writes what it has
     disk.go.set()
-    closing.join(LONG_S)
+    closing.join(HANG_S)
     assert closed == [None]
     with TrajectoryReplayBuffer(auto_save_path=tmp_path, read_only=True) as again:
         assert len(again) == 1
@@ -412,7 +411,7 @@ def test_an_add_that_waits_for_the_disk_fails_with_it(tmp_path: Path) -> None:
     buffer, thread, results = blocked(tmp_path, disk)
     disk.broken = True
     disk.go.set()
-    thread.join(LONG_S)
+    thread.join(HANG_S)
     assert isinstance(results[0], StorageError)
     assert "No space left" in str(results[0])
     assert buffer.sample(4)["step"].shape == (4,)
@@ -449,12 +448,12 @@ def test_several_that_add_at_once_do_not_exceed_the_room_together(tmp_path: Path
     with Watched(auto_save=True, auto_save_path=tmp_path, max_pending_bytes=40_000) as buffer:
         disk.go.clear()
         threads = [started(lambda: buffer.add_trajectories([small()])) for _ in range(6)]
-        assert started_two.wait(LONG_S)
+        assert started_two.wait(HANG_S)
         threads[0][0].join(0.05)
         assert len(most) == 2  # of 16,160 bytes each
         disk.go.set()
         for thread, _ in threads:
-            thread.join(LONG_S)
+            thread.join(HANG_S)
         assert sorted(ids[0] for _, (ids,) in threads) == list(range(6))
         assert max(most) <= 40_000
         buffer.flush()
