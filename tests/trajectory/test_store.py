@@ -99,9 +99,12 @@ def settle(buffer: Buffer) -> None:
             assert buffer._changed.wait(HANG_S)
 
 
+PROGRAM = "import sys\nfrom tests.trajectory.test_store import *"
+
+
 def apart(code: str, *arguments: object) -> str:
     """Run it in a process of its own, which may crash."""
-    done = finished("-X", "faulthandler", "-c", f"from tests.trajectory.test_store import *\n{code}", *arguments)
+    done = finished("-X", "faulthandler", "-c", f"{PROGRAM}\n{code}", *arguments)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-3000:]}"
     return done.stdout
 
@@ -320,20 +323,19 @@ def test_memory_that_grows_stays_out_of_files_that_are_mapped(tmp_path: Path) ->
 def test_everything_at_once_from_threads(tmp_path: Path) -> None:
     """No error, no torn row, no crash: with segments and windows so small that everything happens all the time."""
     for segment_bytes, window, cache in ((1, 6, 0), (15_000, 20, 5)):
-        counts = apart(STRESS, tmp_path / "root", segment_bytes, window, cache, 2.0).split()
-        assert all(int(count) > 5 for count in counts), counts
+        apart(STRESS, tmp_path / "root", segment_bytes, window, cache, 20)
 
 
 @pytest.mark.slow
-def test_everything_at_once_from_threads_for_a_minute(tmp_path: Path) -> None:
+def test_everything_at_once_from_threads_for_long(tmp_path: Path) -> None:
     for segment_bytes, window, cache in ((1, 6, 0), (15_000, 20, 5), (4_000, 0, 2), (10**6, 30, 100)):
-        apart(STRESS, tmp_path / "root", segment_bytes, window, cache, 15.0)
+        apart(STRESS, tmp_path / "root", segment_bytes, window, cache, 500)
 
 
 STRESS = """
 import itertools, random
 from forebay.errors import InvalidInput
-root, segment, window, cache, seconds = Path(sys.argv[1]), *map(int, sys.argv[2:5]), float(sys.argv[5])
+root, segment, window, cache, turns = Path(sys.argv[1]), *map(int, sys.argv[2:])
 class Tiny(Buffer):
     _segment_bytes = segment
 limits = {"max_transitions": 40} if not window else {"retain": "window"}
@@ -386,7 +388,8 @@ works = (add, add, sample, sample, read, change)
 threads = [threading.Thread(target=forever, args=(work, seed)) for seed, work in enumerate(works)]
 for thread in threads:
     thread.start()
-ended.wait(seconds)
+while not ended.wait(0.01) and min(counts.get(work, 0) for work in works) < turns:
+    pass
 ended.set()
 for thread in threads:
     thread.join()
@@ -395,7 +398,6 @@ if failed:
 buffer._check()
 buffer.close()
 shutil.rmtree(root)
-print(*counts.values())
 """
 
 
@@ -425,8 +427,9 @@ def test_g07_trajectories_survive_an_unclean_stop(tmp_path: Path, session: str) 
 
 
 @pytest.mark.usefixtures("_quiet")
-def test_g07_a_torn_tail_costs_the_torn_trajectories_only(tmp_path: Path) -> None:
-    """Every length of every column file, over its last 4 KB."""
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_g07_a_torn_tail_costs_the_torn_trajectories_only(tmp_path: Path, stride: int) -> None:
+    """Every length of every column file, over its last 4 KB; in the quick run every seventh and those at an end."""
     with opened(tmp_path / "a", Large) as buffer:
         for key in range(19):
             buffer.add_trajectories([make(key)])
@@ -449,14 +452,16 @@ def test_g07_a_torn_tail_costs_the_torn_trajectories_only(tmp_path: Path) -> Non
         else:
             ends = (rows["first_observation"] + rows["observations"]) * strip.row_bytes
         assert ends.max() == len(data)
-        torn = set()
+        edges, torn = set(ends.tolist()), set()
         for size in range(len(data) - 1, max(len(data) - 4096, 0) - 1, -1):
+            if size % stride and not {size, size + 1} & edges:
+                continue
             os.truncate(path, size)
             whole = np.flatnonzero(ends <= size).tolist()
             found, _ = store.load(space)
             assert found.rows["id"].tolist() == whole, f"{name} cut off after {size} bytes"
             torn.add(19 - len(whole))
-            if size % 397 == 0 or size == len(data) - 1:
+            if size % 397 < stride or size == len(data) - 1:
                 with reading(tmp_path / "b") as buffer:
                     check_all(buffer, whole)
                     assert buffer.get_stats()["left_out_damaged"] == 19 - len(whole)
@@ -741,7 +746,7 @@ def test_g07_rows_are_on_disk_before_their_trajectories_are_listed(
 def test_a_second_writer_of_trajectories_is_told_who_has_them(tmp_path: Path) -> None:
     code = "buffer = opened(Path(sys.argv[1]))\nbuffer.add_trajectories([make(0)], durable=True)\n"
     code += "print('open', flush=True)\ninput()"
-    with started("-c", f"from tests.trajectory.test_store import *\n{code}", tmp_path) as child:
+    with started("-c", f"{PROGRAM}\n{code}", tmp_path) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "open\n"
         with pytest.raises(StorageInUse) as refused:

@@ -88,11 +88,11 @@ def kill_often(children: Lives, directory: Path, kills: int, seed: int, retain: 
     return account
 
 
-def test_g07_acknowledged_trajectories_survive_fifty_kills(tmp_path: Path) -> None:
+def test_g07_acknowledged_trajectories_survive_thirty_kills(tmp_path: Path) -> None:
     accounts = []
     with lives(CHILD) as children:
         for part, retain in enumerate(("all", "window")):
-            accounts.append(kill_often(children, tmp_path / str(part), 26, seed=part, retain=retain))
+            accounts.append(kill_often(children, tmp_path / str(part), 15, seed=part, retain=retain))
     for account in accounts:
         # Otherwise nothing was shown.
         assert account.acknowledged > 20
