@@ -34,6 +34,7 @@ from forebay.dataset import shuffled_index
 from forebay.sampler import RETRYABLE, Sampler, SamplerWithReplayBuffer, give_back
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
+from tests.processes import HANG_S
 from tests.support import closed_ledger, turns
 
 Groups = list[list[RolloutState]]
@@ -482,7 +483,7 @@ class Meeting(StatefulLoader):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for record in super().__iter__():
             if self._position == 1:
-                self._barrier.wait(timeout=10)
+                self._barrier.wait(timeout=HANG_S)
             yield record
 
 
@@ -683,7 +684,7 @@ async def test_a_draw_waits_for_room_for_one(kind: Callable[[int], Any]) -> None
     await turns(20)
     assert not waiting.done()
     await buffer.get(1, "math", Status.COMPLETED)
-    drawn += await asyncio.wait_for(waiting, 10)
+    drawn += await asyncio.wait_for(waiting, HANG_S)
     assert numbers(drawn) == expected
 
 
@@ -704,7 +705,7 @@ async def test_room_in_bytes_counts_too(kind: Callable[[int], Any]) -> None:
     assert await closed_ledger(buffer) == {"issued": 2, "in_flight": 2}
     drawn[0][0].status = Status.FILTERED
     await buffer.put(drawn[0], "math")
-    drawn += await asyncio.wait_for(waiting, 10)
+    drawn += await asyncio.wait_for(waiting, HANG_S)
     assert numbers(drawn) == expected[:3]
 
 
@@ -738,7 +739,7 @@ async def test_a_draw_that_waits_for_room_takes_a_retry_that_comes_back() -> Non
     waiting = asyncio.ensure_future(sampler.draw(1, "math"))
     await turns(20)
     await give_back(buffer, drawn, "math")
-    assert ids(await asyncio.wait_for(waiting, 10)) == [0]
+    assert ids(await asyncio.wait_for(waiting, HANG_S)) == [0]
 
 
 async def test_a_draw_that_waits_for_room_holds_up_no_other() -> None:
@@ -750,7 +751,7 @@ async def test_a_draw_that_waits_for_room_holds_up_no_other() -> None:
     with pytest.raises(WaitTimeout):
         await asyncio.wait_for(sampler.draw(1, "math", timeout_s=0), 10)
     await give_back(buffer, drawn[:1], "math")
-    assert ids(await asyncio.wait_for(sampler.draw(4, "math"), 10)) == [0]
+    assert ids(await asyncio.wait_for(sampler.draw(4, "math"), HANG_S)) == [0]
     waiting.cancel()
     await asyncio.wait((waiting,))
 
@@ -763,7 +764,7 @@ async def test_closing_the_buffer_ends_a_draw_that_waits() -> None:
     await turns(20)
     await buffer.close()
     with pytest.raises(BufferClosed):
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, HANG_S)
 
 
 async def test_a_prompt_that_waits_for_room_is_not_made_again_each_time() -> None:

@@ -30,7 +30,7 @@ from forebay import (
 )
 from forebay.storage.sqlite import SQLiteStorage, place
 from forebay.testing import make_group
-from tests.processes import finished
+from tests.processes import HANG_S, finished
 from tests.support import closed_ledger, draw
 
 
@@ -183,7 +183,7 @@ async def test_g07_a_damaged_payload_costs_its_group_and_nothing_else(buffer: Re
     connection.close()
     again = ReplayBuffer(storage=SQLiteStorage(path))
     assert await again.read(2) is None
-    async with again.lease_batch({"math": 2}, train_step=1, timeout_s=5) as lease:
+    async with again.lease_batch({"math": 2}, train_step=1, timeout_s=HANG_S) as lease:
         assert [group[0].group_id for group in lease.groups] == [0, 3]
     assert await closed_ledger(again) == {"issued": 4, "trained": 2, "failed": 2}
     assert await again.reasons() == {"math": {"its payload was damaged on disk": 2}}

@@ -24,6 +24,7 @@ from forebay.trajectory.checkpoint import ENVELOPE, open_contents
 from forebay.trajectory.listing import ROW
 from forebay.trajectory.store import Store
 from tests.failing_files import Failing
+from tests.processes import HANG_S
 from tests.trajectory.crash_child import Buffer, check_batch, check_trajectory, make
 from tests.trajectory.test_store import apart, check_all, column_files, filled, ids_of, killed, opened, reading, settle
 
@@ -527,7 +528,7 @@ def test_a_segment_that_is_just_removed_is_not_saved(tmp_path: Path) -> None:
             super().flush()
             if armed.is_set() and threading.current_thread() is threading.main_thread():
                 buffer.add_trajectories([make(key) for key in range(8, 12)])
-                assert waiting.wait(60)
+                assert waiting.wait(HANG_S)
 
     class Links(FileOps):
         def link(self, source: Path, target: Path) -> None:
@@ -759,7 +760,7 @@ fill = Gatherer.fill
 def slow(self, *arguments):
     if threading.current_thread() is not threading.main_thread():
         drawn.set()
-        assert go_on.wait(60)
+        assert go_on.wait(HANG_S)
     fill(self, *arguments)
 Gatherer.fill = slow
 become = Buffer._become
@@ -767,7 +768,7 @@ def hooked(self, *arguments):
     become(self, *arguments)
     readers.append(threading.Thread(target=lambda: batches.append(buffer.sample(300))))
     readers[0].start()
-    assert drawn.wait(60)
+    assert drawn.wait(HANG_S)
     buffer.add_trajectories([make(key) for key in range(8, 16)])
 Buffer._become = hooked
 buffer.load_checkpoint(root / "checkpoint")

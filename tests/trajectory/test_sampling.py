@@ -653,7 +653,7 @@ def test_waiting_ends_when_enough_was_added() -> None:
             buffer.add_trajectories([small(0, 4, 1)])
             assert thread.is_alive()
         buffer.add_trajectories([small(0, 4, 1)])
-        thread.join(20)
+        thread.join(HANG_S)
         assert result == [None]
         buffer.wait_ready(12, timeout_s=0)
         buffer.wait_ready(0)
@@ -680,7 +680,7 @@ def test_waiting_for_what_was_added_goes_on_when_the_window_is_full() -> None:
         buffer.wait_added(3, timeout_s=0)
         thread, result = in_thread(lambda: buffer.wait_added(5, timeout_s=HANG_S))
         buffer.add_trajectories([small(number) for number in range(2)])
-        thread.join(20)
+        thread.join(HANG_S)
         assert result == [None]
         with pytest.raises(WaitTimeout, match=r"6 trajectories added.*\n.*and is full; 5 trajectories"):
             buffer.wait_added(6, timeout_s=0)
@@ -695,7 +695,7 @@ def test_a_learner_can_be_paced_by_what_was_added() -> None:
         buffer.add_trajectories([small(steps=3)])
         assert thread.is_alive()
         buffer.add_trajectories([small(steps=3)])
-        thread.join(20)
+        thread.join(HANG_S)
         assert result == [None]
         with pytest.raises(WaitTimeout, match=r"8 trajectories added in all.*\n.*7 trajectories were added"):
             buffer.wait_added(8, timeout_s=0)
@@ -708,7 +708,7 @@ def test_closing_ends_a_wait(wait: str) -> None:
     buffer = TrajectoryReplayBuffer()
     thread, result = in_thread(lambda: getattr(buffer, wait)(1))
     buffer.close()
-    thread.join(20)
+    thread.join(HANG_S)
     assert isinstance(result[0], BufferClosed)
 
 
@@ -974,7 +974,7 @@ class Stuck(FileOps):
         self.go = threading.Event()
 
     def sync(self, descriptor: int) -> None:
-        self.go.wait(60)
+        self.go.wait(HANG_S)
         super().sync(descriptor)
 
 

@@ -976,7 +976,7 @@ def test_a_reader_in_the_middle_of_a_batch_keeps_what_it_draws(tmp_path: Path, m
     def slow_fill(self: Gatherer, *arguments: Any) -> None:
         if threading.current_thread() is reader:
             drawn.set()
-            assert go_on.wait(60)
+            assert go_on.wait(HANG_S)
         fill(self, *arguments)
 
     monkeypatch.setattr(Gatherer, "fill", slow_fill)
@@ -987,7 +987,7 @@ def test_a_reader_in_the_middle_of_a_batch_keeps_what_it_draws(tmp_path: Path, m
         old = column_files(tmp_path / "rank_0")
         reader = threading.Thread(target=lambda: batches.append(buffer.sample(500)))
         reader.start()
-        assert drawn.wait(60)
+        assert drawn.wait(HANG_S)
         for key in range(4, 40):
             buffer.add_trajectories([make(key)])
         settle(buffer)
@@ -1147,7 +1147,7 @@ class Gate(FileOps):
     def write(self, descriptor: int, parts: Sequence[Any]) -> None:
         self.asked.set()
         self.peaks.append(self.pending())
-        assert self.may_write.wait(60)
+        assert self.may_write.wait(HANG_S)
         if self.fails:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().write(descriptor, parts)
@@ -1194,7 +1194,7 @@ def test_add_waits_for_the_disk_once_max_pending_bytes_wait(tmp_path: Path) -> N
         check_batch(buffer.sample(50))
         assert len(buffer) == 1, "all or none"
         gate.may_write.set()
-        thread.join(60)
+        thread.join(HANG_S)
         assert outcome == [[1, 2, 3]]
         # More than there is ever room for goes alone.
         assert len(buffer.add_trajectories([make(key) for key in range(4, 40)])) == 36
@@ -1240,7 +1240,7 @@ def test_an_error_of_the_disk_reaches_an_add_that_waits(tmp_path: Path) -> None:
         gate.fails = True
         gate.may_write.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(HANG_S)
         assert [type(error) for error in outcome] == [StorageError] * 3
         assert all(os.strerror(errno.ENOSPC) in str(error) for error in outcome)
         assert not (tmp_path / "checkpoint").exists()
@@ -1253,9 +1253,9 @@ def test_closing_ends_an_add_that_waits_and_writes_what_was_added(tmp_path: Path
         outcome: list[Any] = []
         waiting = _blocked(lambda: buffer.add_trajectories([make(1)]), outcome)
         closing = _blocked(buffer.close, [])
-        waiting.join(60)
+        waiting.join(HANG_S)
         assert [type(error) for error in outcome] == [BufferClosed]
         gate.may_write.set()
-        closing.join(60)
+        closing.join(HANG_S)
     with opened(tmp_path) as buffer:
         check_all(buffer, [0])
