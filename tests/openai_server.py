@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from tests.processes import HANG_S
+
 __all__ = ["CompletionServer", "Received", "Script", "answer_to", "logprob_of", "text_of"]
 
 _VOCABULARY = 1000
@@ -119,7 +121,7 @@ class CompletionServer:
 
     async def until(self, condition: Callable[[Self], bool]) -> None:
         """Wait until the server has seen something."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             while not condition(self):
                 self._changed.clear()
                 await self._changed.wait()

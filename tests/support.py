@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+from collections.abc import Callable
 
 from forebay import ReplayBuffer, RolloutState
 from forebay.testing import make_group
 
-__all__ = ["closed_ledger", "turns"]
+__all__ = ["calls_of", "closed_ledger", "turns"]
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many calls Python makes for something: a cost that every machine has in common."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
 
 
 async def closed_ledger(buffer: ReplayBuffer, task_name: str = "math") -> dict[str, int]:

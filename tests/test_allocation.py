@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Mapping
 from fractions import Fraction
 
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from forebay import InvalidConfig, InvalidInput
 from forebay.manager.allocation import Credits, allocate, check_weights, load_credits, save_credits
+from tests.support import calls_of
 
 WEIGHTS = st.lists(
     st.one_of(st.integers(0, 100), st.sampled_from([0.1, 0.25, 1.5, 1e-3, 1 / 3])), min_size=1, max_size=9
@@ -190,11 +190,9 @@ def test_credits_survive_saving(credits: dict[str, Fraction]) -> None:
 
 
 @pytest.mark.parametrize("credit", ["1e999999999", "1.5", "x", "", " 1/3", "1/-3", 3, None, "9" * 1001, "１/3"])
-def test_a_saved_credit_that_is_none_is_refused_and_costs_nothing(credit: str) -> None:
-    began = time.perf_counter()
+def test_a_saved_credit_that_is_none_is_refused(credit: str) -> None:
     with pytest.raises(ValueError, match="the credit of task 'a'"):
         load_credits({"a": credit})
-    assert time.perf_counter() - began < 1
 
 
 def test_a_saved_credit_over_nothing_is_refused() -> None:
@@ -205,6 +203,6 @@ def test_a_saved_credit_over_nothing_is_refused() -> None:
 def test_a_large_batch_of_many_tasks_does_not_hold_the_event_loop() -> None:
     chance = random.Random(0)
     weights = {f"task{number}": chance.random() for number in range(16)}
-    began = time.perf_counter()
-    allocate(1024, weights, allocate(3, weights, {})[1])
-    assert time.perf_counter() - began < 0.2, "20 ms on a quiet machine"
+    credits = allocate(3, weights, {})[1]
+    once = calls_of(lambda: allocate(1, weights, credits))
+    assert calls_of(lambda: allocate(1024, weights, credits)) < once + 2 * 1024

@@ -14,6 +14,7 @@ import pytest
 import forebay
 from forebay import AsyncReplayBufferConfig, BufferClosed, Status, WaitTimeout, WrongEventLoop, blocking
 from forebay.testing import make_group
+from tests.processes import HANG_S
 
 
 @pytest.fixture
@@ -56,11 +57,11 @@ def test_every_verb_works(buffer: blocking.ReplayBuffer) -> None:
     assert buffer.count("math", Status.COMPLETED) == 2
     assert buffer.count_statuses(["math"], [Status.ABORTED]) == {"math": {Status.ABORTED: 1}}
     assert buffer.is_ready({"math": 2})
-    buffer.wait_ready({"math": 2}, timeout_s=1)
+    buffer.wait_ready({"math": 2}, timeout_s=HANG_S)
     assert [record.uid for record in buffer.query({"reward": 1.0})] == [uid]
     assert buffer.read(uid) is not None
     assert buffer.set_priority({uid: 2.0}) == 1
-    with buffer.lease_batch({"math": 1}, train_step=1, timeout_s=1) as lease:
+    with buffer.lease_batch({"math": 1}, train_step=1, timeout_s=HANG_S) as lease:
         assert lease.train_step == 1
         assert len(lease.groups) == len(lease.groups_by_task["math"]) == 1
     buffer.lease_batch({"math": 1}, train_step=1).nack()
@@ -103,7 +104,7 @@ def test_threads_hammer_it_and_nothing_is_lost_or_doubled(buffer: blocking.Repla
 
     def produce(number: int) -> None:
         for i in range(groups_each):
-            buffer.put(make_group(group_id=number * groups_each + i), "math", model_step=0, timeout_s=60)
+            buffer.put(make_group(group_id=number * groups_each + i), "math", model_step=0, timeout_s=HANG_S)
 
     def train(seed: int) -> None:
         choice = random.Random(seed)
@@ -139,10 +140,10 @@ def test_threads_hammer_it_and_nothing_is_lost_or_doubled(buffer: blocking.Repla
         work += [pool.submit(train, seed) for seed in range(3)]
         try:
             for future in work:
-                future.result(timeout=120)
+                future.result(timeout=HANG_S)
         finally:
             stop.set()
-        watcher.result(timeout=30)
+        watcher.result(timeout=HANG_S)
     assert sorted(taken) == list(range(total))
     assert buffer.ledger()["math"]["trained"] == total
 
@@ -154,8 +155,8 @@ def test_producers_run_on_the_buffers_own_loop(buffer: blocking.ReplayBuffer) ->
         return 3
 
     produced = buffer.submit(produce())
-    buffer.wait_ready({"math": 3}, timeout_s=30)
-    assert produced.result(timeout=30) == 3
+    buffer.wait_ready({"math": 3}, timeout_s=HANG_S)
+    assert produced.result(timeout=HANG_S) == 3
 
 
 def test_a_blocking_call_from_the_loop_itself_is_refused_instead_of_hanging(buffer: blocking.ReplayBuffer) -> None:
@@ -163,7 +164,7 @@ def test_a_blocking_call_from_the_loop_itself_is_refused_instead_of_hanging(buff
         buffer.put(make_group(), "math")
 
     with pytest.raises(WrongEventLoop, match="wait for itself"):
-        buffer.submit(produce()).result(timeout=30)
+        buffer.submit(produce()).result(timeout=HANG_S)
 
 
 def test_an_interrupted_wait_leaves_nothing_behind(
@@ -183,7 +184,7 @@ def test_an_interrupted_wait_leaves_nothing_behind(
         buffer.lease_batch({"math": 1}, train_step=1)
     monkeypatch.undo()
     buffer.put(make_group(), "math")
-    with buffer.lease_batch({"math": 1}, train_step=1, timeout_s=30) as lease:
+    with buffer.lease_batch({"math": 1}, train_step=1, timeout_s=HANG_S) as lease:
         assert len(lease.groups) == 1
     assert "nothing is waiting" in buffer.explain_wait()
 
@@ -218,7 +219,7 @@ def test_closing_ends_waits_in_other_threads_and_later_calls_say_so() -> None:
             pass
         buffer.close()
         with pytest.raises(BufferClosed):
-            waiting.result(timeout=30)
+            waiting.result(timeout=HANG_S)
     buffer.close()
     with pytest.raises(BufferClosed):
         buffer.put(make_group(), "math")
@@ -269,6 +270,6 @@ def test_closing_among_calls_of_many_threads_hangs_nobody(closers: int) -> None:
 
             with concurrent.futures.ThreadPoolExecutor(3 + closers) as pool:
                 for future in [pool.submit(call) for _ in range(3)] + [pool.submit(close) for _ in range(closers)]:
-                    future.result(timeout=30)
+                    future.result(timeout=HANG_S)
     finally:
         sys.setswitchinterval(before)

@@ -7,7 +7,6 @@ import json
 import os
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from forebay.codec import decode_account, encode_account, encode_group
 from forebay.doctor import Finding, Level, examine_installation, examine_store
 from forebay.storage.sqlite import SQLiteStorage, schema
 from forebay.testing import make_group
+from tests.processes import finished
 from tests.support import closed_ledger
 
 REASON = "its payload was damaged on disk"
@@ -37,8 +37,7 @@ def run(*arguments: str | Path) -> Result:
 
 
 def shell(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from forebay.cli import main; main()", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return finished("-c", "from forebay.cli import main; main()", *arguments)
 
 
 async def fill(buffer: ReplayBuffer, directory: Path | None = None) -> None:

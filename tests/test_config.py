@@ -71,7 +71,6 @@ def test_the_limits_of_a_config_reach_the_buffer() -> None:
 
 
 def test_a_config_can_name_the_storage_with_a_data_frame() -> None:
-    pytest.importorskip("pandas")
     from forebay.storage.pandas import PandasStorage
 
     assert type(ReplayBufferConfig(storage="pandas").build().storage) is PandasStorage

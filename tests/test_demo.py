@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.processes import ROOT, finished
+
 sys.path.insert(0, str(ROOT / "examples"))
 
-from tiny_grpo.demo import audit, read_story, summarise  # noqa: E402
-from tiny_grpo.report import Curve, SampledGroup, StepRecord, chart, report, reward_chart  # noqa: E402
-from tiny_grpo.run import Outcome, Settings  # noqa: E402
+from tiny_grpo.demo import audit, read_story, summarise
+from tiny_grpo.report import Curve, SampledGroup, StepRecord, chart, report, reward_chart
+from tiny_grpo.run import Outcome, Settings
 
 
-def forebay(*arguments: str, cwd: Path, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "forebay.cli", "demo", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=cwd)
+def forebay(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return finished("-m", "forebay.cli", "demo", *arguments, cwd=cwd)
 
 
 # --- the real thing, short ----------------------------------------------------------------------------
@@ -59,8 +59,7 @@ def test_a_demo_that_is_killed_skips_nothing_and_trains_nothing_twice(tmp_path: 
 
 
 def test_the_same_trainer_learns_from_an_openai_compatible_server_in_another_process() -> None:
-    command = [sys.executable, "-m", "openai_server.train", "--steps", "3"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT / "examples")
+    result = finished("-m", "openai_server.train", "--steps", "3", cwd=ROOT / "examples")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count(", closed: ") == 3
     assert "Traceback" not in result.stderr
@@ -90,8 +89,7 @@ def test_a_wrong_argument_is_refused_and_named(tmp_path: Path, arguments: list[s
 
 def test_ray_is_needed_for_ray_only_and_the_message_says_how_to_get_it(tmp_path: Path) -> None:
     without_ray = "import sys; sys.modules['ray'] = None; from forebay.cli import main; main(['demo', '--ray'])"
-    command = [sys.executable, "-c", without_ray]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    result = finished("-c", without_ray, cwd=tmp_path)
     assert result.returncode == 1
     assert "pip install 'forebay[ray]'" in result.stderr
     assert "Traceback" not in result.stderr

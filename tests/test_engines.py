@@ -41,6 +41,7 @@ from forebay.engines import EngineControl, SGLangControl, VLLMControl
 from forebay.engines.weights import Tensor, check_update
 from tests.engine_server import TENSORS, EngineServer, save_weights, wrong_spans
 from tests.openai_server import Script
+from tests.processes import HANG_S
 from tests.support import closed_ledger
 
 CONTROLS: dict[str, type[EngineControl]] = {"vllm": VLLMControl, "sglang": SGLangControl}
@@ -89,7 +90,7 @@ async def plane(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -165,8 +166,10 @@ async def test_a_snapshot_that_stands_still_does_not_make_a_server_idle() -> Non
 
 async def test_a_function_loop_can_say_when_its_engine_is_idle() -> None:
     calls = []
+    begun = asyncio.Event()
 
     async def answer(state: RolloutState) -> None:
+        begun.set()
         await asyncio.Event().wait()
 
     async def idle() -> None:
@@ -174,7 +177,7 @@ async def test_a_function_loop_can_say_when_its_engine_is_idle() -> None:
 
     async with plane(FunctionAgentLoop(answer, idle=idle)) as (manager, _):
         producing = asyncio.create_task(manager.produce_loop(2))
-        await asyncio.sleep(0.05)
+        await begun.wait()
         await manager.pause_produce()
     await producing
     assert calls == [1]
@@ -191,7 +194,7 @@ async def test_g13_every_version_span_names_the_weights_that_made_it(
     async with loop_of(server, engine=control, max_tokens=60) as loop, plane(loop) as (manager, buffer):
         producing = asyncio.create_task(manager.produce_loop(4))
         for step in range(1, 9):
-            async with manager.get_batch(4, step, timeout_s=60) as batch:
+            async with manager.get_batch(4, step, timeout_s=HANG_S) as batch:
                 trained += batch.groups
             await until(lambda: server.active >= 2)
             update = await control.update_weights(weights(step), model_step=step, manager=manager)
@@ -232,7 +235,7 @@ async def test_g13_an_update_that_is_not_whole_is_an_error_and_no_token_counts_u
     trained: list[list[RolloutState]] = []
     async with loop_of(server, engine=control, max_tokens=40) as loop, plane(loop) as (manager, buffer):
         producing = asyncio.create_task(manager.produce_loop(2))
-        async with manager.get_batch(2, 1, timeout_s=60) as batch:
+        async with manager.get_batch(2, 1, timeout_s=HANG_S) as batch:
             trained += batch.groups
         await fault(server)
         with pytest.raises(EngineError, match=words):
@@ -247,7 +250,7 @@ async def test_g13_an_update_that_is_not_whole_is_an_error_and_no_token_counts_u
         await control.update_weights(weights(1), model_step=1, manager=manager)
         producing = asyncio.create_task(manager.produce_loop(2))
         for step in (2, 3):
-            async with manager.get_batch(2, step, timeout_s=60) as batch:
+            async with manager.get_batch(2, step, timeout_s=HANG_S) as batch:
                 trained += batch.groups
     await producing
     assert wrong_spans(trained) == []
@@ -340,14 +343,14 @@ async def test_g13_a_control_loads_the_weights_again_into_a_server_that_restarte
     async with loop_of(server, engine=control, max_tokens=60, max_retries=8) as loop, plane(loop) as (manager, _):
         producing = asyncio.create_task(manager.produce_loop(2))
         for step in range(1, 5):
-            async with manager.get_batch(2, step, timeout_s=60) as batch:
+            async with manager.get_batch(2, step, timeout_s=HANG_S) as batch:
                 trained += batch.groups
             await control.update_weights(weights(step), model_step=step, manager=manager)
             if held:
                 await until(lambda: server.active >= 2)  # streams are cut
             await server.restart()
             assert server.step == 0
-        async with manager.get_batch(2, 5, timeout_s=60) as batch:
+        async with manager.get_batch(2, 5, timeout_s=HANG_S) as batch:
             trained += batch.groups
     await producing
     assert wrong_spans(trained) == []
@@ -360,7 +363,7 @@ async def test_g13_without_a_control_a_restart_is_an_error_that_says_what_to_do(
     trained: list[list[RolloutState]] = []
     async with loop_of(server, max_tokens=60, max_retries=8) as loop, plane(loop) as (manager, buffer):
         producing = asyncio.create_task(manager.produce_loop(2))
-        async with manager.get_batch(2, 1, timeout_s=60) as batch:
+        async with manager.get_batch(2, 1, timeout_s=HANG_S) as batch:
             trained += batch.groups
         for step in (1, 2):
             await manager.pause_produce()
@@ -374,7 +377,7 @@ async def test_g13_without_a_control_a_restart_is_an_error_that_says_what_to_do(
             server.load(weights(step))
             await manager.continue_produce(step)
             producing = asyncio.create_task(manager.produce_loop(2))
-            async with manager.get_batch(2, step + 1, timeout_s=60) as batch:
+            async with manager.get_batch(2, step + 1, timeout_s=HANG_S) as batch:
                 trained += batch.groups
     await producing
     assert wrong_spans(trained) == []
@@ -385,7 +388,7 @@ async def test_at_step_0_a_restart_changes_nothing(server: EngineServer) -> None
         producing = asyncio.create_task(manager.produce_loop(2))
         await until(lambda: server.active >= 2)
         await server.restart()
-        async with manager.get_batch(2, 1, timeout_s=60) as batch:
+        async with manager.get_batch(2, 1, timeout_s=HANG_S) as batch:
             assert wrong_spans(batch.groups) == []
     await producing
 
@@ -400,7 +403,7 @@ async def test_a_server_that_loads_its_weights_itself_is_trusted_if_that_is_said
         producing = asyncio.create_task(manager.produce_loop(2))
         await until(lambda: server.active >= 2)
         await server.restart()
-        async with manager.get_batch(2, 2, timeout_s=60) as batch:
+        async with manager.get_batch(2, 2, timeout_s=HANG_S) as batch:
             assert wrong_spans(batch.groups) == []
     await producing
 
@@ -415,7 +418,7 @@ async def test_a_restarted_server_that_reports_the_current_version_counts(
         await until(lambda: server.active >= 2)
         server.started_with, server.started_version = weights(3), "3"
         await server.restart()
-        async with manager.get_batch(2, 4, timeout_s=60) as batch:
+        async with manager.get_batch(2, 4, timeout_s=HANG_S) as batch:
             assert wrong_spans(batch.groups) == []
     await producing
 
@@ -429,7 +432,7 @@ async def test_g13_a_server_that_does_not_say_who_it_is_is_not_believed_after_a_
             server.load(weights(1))
             await manager.continue_produce(1)
             producing = asyncio.create_task(manager.produce_loop(2))
-            async with manager.get_batch(2, 2, timeout_s=60) as batch:
+            async with manager.get_batch(2, 2, timeout_s=HANG_S) as batch:
                 assert wrong_spans(batch.groups) == []
             await until(lambda: server.active >= 2)
             await server.restart()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from forebay import LostLease, MemoryStorage, ReplayBuffer, StalenessReplayPolicy, Status, WaitTimeout, sample_staleness
 from forebay.testing import make_group
+from tests.processes import HANG_S
 from tests.support import closed_ledger, draw, turns
 
 
@@ -118,7 +119,7 @@ async def test_g05_a_holder_that_was_thought_dead_cannot_acknowledge() -> None:
     lease = await dead.lease_batch({"math": 1}, train_step=1)
     assert dead._session.heartbeat is not None
     dead._session.heartbeat.stop()
-    async with alive.lease_batch({"math": 1}, train_step=1, timeout_s=5) as taken:
+    async with alive.lease_batch({"math": 1}, train_step=1, timeout_s=HANG_S) as taken:
         assert len(taken.groups) == 1
         with pytest.raises(LostLease, match="taken away"):
             await lease.ack()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import finished
 
 PACKAGE = Path(__file__).parent.parent / "src" / "forebay"
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "yaml"}
@@ -68,8 +68,6 @@ def test_g09_a_store_and_a_checkpoint_are_read_without_unpickling(tmp_path: Path
         "    await b.put(make_group(), 'math'); await b.save(d + '/checkpoint', model_step=0); await b.close()\n"
         "asyncio.run(main(sys.argv[1]))"
     )
-    subprocess.run([sys.executable, "-c", make, str(tmp_path)], check=True)
-    reading = subprocess.run(
-        [sys.executable, "-c", READING, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    assert finished("-c", make, tmp_path).returncode == 0
+    reading = finished("-c", READING, tmp_path)
     assert reading.stdout == "1 1\n", reading.stderr

@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import socket
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -16,9 +15,10 @@ import pytest
 
 from forebay import RolloutState, SampleParams, Status
 from forebay.agent_loop.completion import EventReader, Interrupted, WrongAnswer, read_piece
-from forebay.agent_loop.openai import OpenAIAgentLoop
+from forebay.agent_loop.openai import OpenAIAgentLoop, _delay_s
 from forebay.errors import EngineError, EngineUnavailable, InvalidConfig, InvalidInput
 from tests.openai_server import CompletionServer, Script, answer_to, logprob_of, text_of
+from tests.processes import HANG_S
 from tests.support import turns
 
 PROMPT = [11, 7, 503]
@@ -72,7 +72,7 @@ def holds(state: RolloutState, ids: Sequence[int]) -> bool:
 
 
 async def answered(loop: OpenAIAgentLoop, state: RolloutState, *, partial: bool = False) -> RolloutState:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANG_S):
         return await loop.generate(state, enable_partial_rollout=partial)
 
 
@@ -183,9 +183,9 @@ async def test_every_proper_way_to_answer_is_understood(server: CompletionServer
 
 
 async def test_a_slow_server_is_waited_for_as_long_as_it_is_not_silent(server: CompletionServer) -> None:
-    server.usual = Script(pause_s=0.02)
-    async with loop_for(server, read_timeout_s=0.2, max_retries=0) as loop:
-        assert holds(await answered(loop, sample()), ANSWER)  # 240 ms in all
+    server.usual = Script(pause_s=0.1)
+    async with loop_for(server, read_timeout_s=1, max_retries=0) as loop:
+        assert holds(await answered(loop, sample()), ANSWER)  # 1.2 s in all
 
 
 async def test_connections_are_used_again(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
@@ -390,7 +390,7 @@ async def test_a_pause_ends_a_member_that_waits_for_its_turn(server: CompletionS
         await server.until(lambda seen: bool(seen.received) and seen.received[0].sent == 1)
         await delivered()
         await loop.pause()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(HANG_S):
             await generating
     assert [state.status for state in group] == [Status.ABORTED] * 3
     assert [state.response_ids is None for state in group].count(True) == 2
@@ -408,7 +408,7 @@ async def test_a_pause_ends_waiting_for_a_server_and_for_the_next_attempt(
         await server.until(lambda seen: len(seen.received) == 1)
         await delivered()
         await loop.pause()
-        async with asyncio.timeout(1):
+        async with asyncio.timeout(HANG_S):
             await generating
     assert (state.status, state.finish_reason) == (Status.ABORTED, "abort")
     assert holds(state, ANSWER[:2])
@@ -454,7 +454,7 @@ async def test_many_pauses_leave_the_loop_as_able_as_before(server: CompletionSe
             await generating
             await loop.resume()
         group = [sample(member) for member in range(4)]
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(HANG_S):
             await loop.generate_group(group)
     assert all(holds(state, ANSWER) for state in group)
 
@@ -496,7 +496,7 @@ async def test_trouble_that_passes_is_survived_without_losing_a_token(
     server: CompletionServer, trouble: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.scripts.extend([_PASSING[trouble]] * 2)
-    async with loop_for(server, read_timeout_s=0.1 if "silence" in trouble else 5) as loop:
+    async with loop_for(server, read_timeout_s=1 if "silence" in trouble else HANG_S) as loop:
         state = await answered(loop, sample())
     assert holds(state, ANSWER)
     assert (state.status, state.finish_reason) == (Status.COMPLETED, "length")
@@ -610,12 +610,18 @@ async def test_a_cut_after_the_last_token_needs_no_other_request(server: Complet
     assert len(server.received) == 2
 
 
-async def test_the_server_says_when_to_come_back(server: CompletionServer) -> None:
+async def test_the_server_says_when_to_come_back(server: CompletionServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    delays: list[float] = []
+
+    def recorded(*arguments: Any) -> float:
+        delays.append(_delay_s(*arguments))
+        return delays[-1]
+
+    monkeypatch.setattr("forebay.agent_loop.openai._delay_s", recorded)
     server.scripts.append(Script(status=429, headers=(("Retry-After", "0.05"),), body=b"busy"))
     async with loop_for(server) as loop:
-        start = time.monotonic()
         await answered(loop, sample())
-        assert time.monotonic() - start >= 0.05
+    assert delays == [0.05]
 
 
 @pytest.mark.parametrize("when", ["-1", "nan", "inf", "Wed, 21 Oct 2026 07:28:00 GMT", "9" * 400, ""])

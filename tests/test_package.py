@@ -7,8 +7,6 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 
 import forebay
 from forebay import errors
+from tests.processes import finished
 
 _OPTIONAL = {"pandas", "torch", "ray", "asyncpg", "httpx", "click"}
 _MODULES = sorted(
@@ -23,12 +22,11 @@ _MODULES = sorted(
     for module in pkgutil.walk_packages(forebay.__path__, "forebay.")
     if not module.name.endswith("__main__")  # importing it would run the command
 )
-_NEEDS = {"forebay.storage.pandas": "pandas"}
 
 
 def test_importing_forebay_loads_no_optional_or_heavy_package() -> None:
     program = "import sys, forebay; print(*{name.partition('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    done = finished("-c", program)
     loaded = set(done.stdout.split())
     assert {"forebay", "msgspec", "numpy"} <= loaded
     assert loaded & _OPTIONAL == set()
@@ -36,7 +34,7 @@ def test_importing_forebay_loads_no_optional_or_heavy_package() -> None:
 
 def test_without_ray_its_part_says_what_to_install() -> None:
     program = "import sys; sys.modules['ray'] = None; import forebay.ray"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = finished("-c", program)
     assert "ModuleNotFoundError: forebay.ray needs Ray: pip install 'forebay[ray]'" in done.stderr
 
 
@@ -81,9 +79,6 @@ def test_the_walk_over_the_modules_finds_them() -> None:
 
 @pytest.mark.parametrize("name", _MODULES)
 def test_every_module_imports_and_its_examples_hold(name: str) -> None:
-    needed = "ray" if name.startswith("forebay.ray") else _NEEDS.get(name)
-    if needed is not None and importlib.util.find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed")
     module = importlib.import_module(name)
     assert module.__doc__, "a module says what it is for"
     assert doctest.testmod(module).failed == 0

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.processes import ROOT, finished
+
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, cwd=ROOT)
 
 
 def test_the_code_in_the_readme_runs() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    result = run("-W", "error", "-c", code)
+    result = finished("-W", "error", "-c", code)
     assert result.returncode == 0, result.stderr
     assert "step 5: training on 8 groups" in result.stdout
     assert "'trained': 40" in result.stdout
@@ -29,18 +24,18 @@ def test_the_code_in_the_readme_runs() -> None:
 def test_the_code_in_a_guide_runs(guide: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
     assert blocks
-    result = run("-W", "error", "-c", "\n".join(blocks))  # later ones may go on where earlier ones stopped
+    result = finished("-W", "error", "-c", "\n".join(blocks))  # later ones may go on where earlier ones stopped
     assert result.returncode == 0, result.stderr
 
 
 def test_the_demo_ends_with_a_closed_ledger() -> None:
-    result = run("-W", "error", "examples/producers_and_trainer.py", "--steps", "12")
+    result = finished("-W", "error", "examples/producers_and_trainer.py", "--steps", "12")
     assert result.returncode == 0, result.stderr
     assert "It is closed" in result.stdout
 
 
 def test_the_demo_refuses_a_wrong_argument() -> None:
-    result = run("examples/producers_and_trainer.py", "--steps", "0")
+    result = finished("examples/producers_and_trainer.py", "--steps", "0")
     assert result.returncode == 2
     assert "expected at least 1" in result.stderr
 

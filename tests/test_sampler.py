@@ -35,6 +35,7 @@ from forebay.dataset import shuffled_index
 from forebay.sampler import RETRYABLE, Sampler, SamplerWithReplayBuffer, give_back
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
+from tests.processes import HANG_S
 from tests.support import closed_ledger, turns
 
 Groups = list[list[RolloutState]]
@@ -485,7 +486,7 @@ class Meeting(StatefulLoader):
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for record in super().__iter__():
             if self._position == 1:
-                self._barrier.wait(timeout=10)
+                self._barrier.wait(timeout=HANG_S)
             yield record
 
 
@@ -686,7 +687,7 @@ async def test_a_draw_waits_for_room_for_one(kind: Callable[[int], Any]) -> None
     await turns(20)
     assert not waiting.done()
     await buffer.get(1, "math", Status.COMPLETED)
-    drawn += await asyncio.wait_for(waiting, 10)
+    drawn += await asyncio.wait_for(waiting, HANG_S)
     assert numbers(drawn) == expected
 
 
@@ -707,7 +708,7 @@ async def test_room_in_bytes_counts_too(kind: Callable[[int], Any]) -> None:
     assert await closed_ledger(buffer) == {"issued": 2, "in_flight": 2}
     drawn[0][0].status = Status.FILTERED
     await buffer.put(drawn[0], "math")
-    drawn += await asyncio.wait_for(waiting, 10)
+    drawn += await asyncio.wait_for(waiting, HANG_S)
     assert numbers(drawn) == expected[:3]
 
 
@@ -741,7 +742,7 @@ async def test_a_draw_that_waits_for_room_takes_a_retry_that_comes_back() -> Non
     waiting = asyncio.ensure_future(sampler.draw(1, "math"))
     await turns(20)
     await give_back(buffer, drawn, "math")
-    assert ids(await asyncio.wait_for(waiting, 10)) == [0]
+    assert ids(await asyncio.wait_for(waiting, HANG_S)) == [0]
 
 
 async def test_a_draw_that_waits_for_room_holds_up_no_other() -> None:
@@ -753,7 +754,7 @@ async def test_a_draw_that_waits_for_room_holds_up_no_other() -> None:
     with pytest.raises(WaitTimeout):
         await asyncio.wait_for(sampler.draw(1, "math", timeout_s=0), 10)
     await give_back(buffer, drawn[:1], "math")
-    assert ids(await asyncio.wait_for(sampler.draw(4, "math"), 10)) == [0]
+    assert ids(await asyncio.wait_for(sampler.draw(4, "math"), HANG_S)) == [0]
     waiting.cancel()
     await asyncio.wait((waiting,))
 
@@ -766,7 +767,7 @@ async def test_closing_the_buffer_ends_a_draw_that_waits() -> None:
     await turns(20)
     await buffer.close()
     with pytest.raises(BufferClosed):
-        await asyncio.wait_for(waiting, 10)
+        await asyncio.wait_for(waiting, HANG_S)
 
 
 async def test_a_prompt_that_waits_for_room_is_not_made_again_each_time() -> None:
@@ -1204,7 +1205,8 @@ CUTS = (0, 1, 3, 5, 7, 10)  # in the middle, and at the end, of epochs of five
 
 @pytest.mark.filterwarnings("ignore")
 async def test_a_data_set_of_hugging_face_is_drawn_from_as_it_is(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     dataset = datasets.Dataset.from_list(records(5))
     assert await exact_cuts(lambda: dataset, 5, CUTS, 12, tmp_path) == list(CUTS)
     sampler = SamplerWithReplayBuffer(dataset, ReplayBuffer())
@@ -1215,7 +1217,7 @@ async def test_a_data_set_of_hugging_face_is_drawn_from_as_it_is(tmp_path: Path)
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("shuffled", [False, True])
 async def test_a_stream_of_hugging_face_goes_on_exactly(shards: int, shuffled: bool, tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
 
     def make() -> Any:
         stream = datasets.Dataset.from_list(records(5)).to_iterable_dataset(num_shards=shards)
@@ -1232,8 +1234,8 @@ async def test_a_stream_of_hugging_face_goes_on_exactly(shards: int, shuffled: b
 async def test_torchdatas_loader_goes_on_exactly(
     workers: int, batch_size: int | None, shuffled: bool, tmp_path: Path
 ) -> None:
-    torch = pytest.importorskip("torch")
-    stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
+    import torch
+    from torchdata import stateful_dataloader
 
     def make() -> Any:
         torch.manual_seed(3)
@@ -1249,12 +1251,13 @@ async def test_torchdatas_loader_goes_on_exactly(
 async def test_torchs_loader_without_state_goes_on_exactly_if_it_has_its_own_generator(
     shuffled: bool, tmp_path: Path
 ) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
 
     def make() -> Any:
         generator = torch.Generator().manual_seed(3)
+        dataset: Any = records(5)
         return torch.utils.data.DataLoader(
-            records(5), batch_size=1, shuffle=shuffled, generator=generator, collate_fn=as_they_are
+            dataset, batch_size=1, shuffle=shuffled, generator=generator, collate_fn=as_they_are
         )
 
     assert await exact_cuts(make, 5, CUTS, 12, tmp_path) == list(CUTS)
@@ -1262,8 +1265,9 @@ async def test_torchs_loader_without_state_goes_on_exactly_if_it_has_its_own_gen
 
 @pytest.mark.filterwarnings("ignore")
 async def test_records_that_torch_collated_are_refused() -> None:
-    torch = pytest.importorskip("torch")
-    collated = [{"messages": [{"role": "user", "content": "hello"}]}]
+    import torch
+
+    collated: Any = [{"messages": [{"role": "user", "content": "hello"}]}]
     sampler = SamplerWithReplayBuffer(torch.utils.data.DataLoader(collated, batch_size=1), ReplayBuffer())
     with pytest.raises(InvalidRecord, match="must not collate records"):
         await sampler.draw(1, "math")

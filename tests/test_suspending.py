@@ -12,6 +12,7 @@ import pytest
 from forebay import BufferClosed, ForebayError, LostLease, MemoryStorage, ReplayBuffer, Status, sample_staleness
 from forebay.storage.base import Storage
 from forebay.testing import make_group
+from tests.processes import HANG_S
 from tests.support import closed_ledger
 
 
@@ -78,7 +79,7 @@ async def test_g05_cancels_and_closes_at_any_moment_leave_no_hold_without_a_hold
     await asyncio.sleep(0)
     for buffer in buffers:
         await buffer.close()
-    for ended in await asyncio.wait_for(asyncio.gather(*works, return_exceptions=True), 30):
+    for ended in await asyncio.wait_for(asyncio.gather(*works, return_exceptions=True), HANG_S):
         assert isinstance(ended, (asyncio.CancelledError, BufferClosed, LostLease)), repr(ended)
     ledger = await closed_ledger(ReplayBuffer(storage=storage, max_groups=40))
     assert "leased" not in ledger

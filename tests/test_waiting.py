@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from forebay import BufferClosed, MemoryStorage, ReplayBuffer, Status, WaitTimeout, WrongEventLoop
 from forebay.testing import make_group
 from forebay.waiting import Changes
+from tests.processes import HANG_S
 from tests.support import closed_ledger, draw, turns
 
 
@@ -104,7 +106,7 @@ async def test_a_timeout_in_between_does_not_lose_the_wake_up_of_others() -> Non
     with pytest.raises(WaitTimeout):
         await buffer.wait_ready({"math": 1}, timeout_s=0.001)
     await buffer.put(make_group(), "math")
-    await asyncio.wait_for(patient, 5)
+    await asyncio.wait_for(patient, HANG_S)
 
 
 async def test_a_dead_holder_is_noticed_when_its_time_is_up() -> None:
@@ -114,17 +116,36 @@ async def test_a_dead_holder_is_noticed_when_its_time_is_up() -> None:
     await dead.lease_batch({"math": 1}, train_step=1)
     assert dead._session.heartbeat is not None
     dead._session.heartbeat.stop()  # what a killed process does
-    lease = await alive.lease_batch({"math": 1}, train_step=1, timeout_s=30)
+    lease = await alive.lease_batch({"math": 1}, train_step=1, timeout_s=HANG_S)
     assert len(lease.groups) == 1
 
 
+class Counted(MemoryStorage):
+    """Counts heartbeats."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(clock=clock)
+        self.beats = threading.Semaphore(0)
+
+    def beat(self, owner: str) -> None:
+        super().beat(owner)
+        self.beats.release()
+
+
 async def test_a_live_holder_keeps_its_lease_by_beating() -> None:
-    storage = MemoryStorage()
-    holder, other = ReplayBuffer(storage=storage, lease_s=0.2), ReplayBuffer(storage=storage)
+    now = 0.0
+    storage = Counted(lambda: now)
+    holder, other = ReplayBuffer(storage=storage, lease_s=0.3), ReplayBuffer(storage=storage)
     await holder.put(make_group(), "math")
     lease = await holder.lease_batch({"math": 1}, train_step=1)
+    now = 0.2
+    while storage.beats.acquire(blocking=False):
+        pass
+    for _ in range(2):  # the first one may have looked at the clock before
+        assert await asyncio.to_thread(storage.beats.acquire, timeout=HANG_S)
+    now = 0.4
     with pytest.raises(WaitTimeout, match="held by"):
-        await other.lease_batch({"math": 1}, train_step=1, timeout_s=0.6)
+        await other.lease_batch({"math": 1}, train_step=1, timeout_s=0)
     await lease.ack()
     await holder.close()
 
@@ -133,7 +154,7 @@ async def test_changes_from_another_thread_wake_the_loop() -> None:
     changes = Changes(asyncio.get_running_loop())
     ticket = changes.ticket
     threading.Thread(target=changes.notify).start()
-    await asyncio.wait_for(changes.wait(ticket, None), 5)
+    await asyncio.wait_for(changes.wait(ticket, None), HANG_S)
     assert changes.ticket == ticket + 1
 
 
@@ -141,7 +162,7 @@ async def test_a_change_between_look_and_wait_is_not_missed() -> None:
     changes = Changes(asyncio.get_running_loop())
     ticket = changes.ticket
     changes.notify()
-    await asyncio.wait_for(changes.wait(ticket, None), 5)
+    await asyncio.wait_for(changes.wait(ticket, None), HANG_S)
 
 
 def test_a_buffer_moves_to_a_new_loop_when_the_old_one_is_closed() -> None:

@@ -1,4 +1,4 @@
-"""The process that gets killed: it draws, puts, leases, acknowledges and saves, and reports what it was promised.
+"""The process that kills itself: it draws, puts, leases, acknowledges and saves, and reports what it was promised.
 
 Every line is written after the call returned ("did"), or before a call that may or may not happen ("try"). What the
 parent finds after the kill must have every "did"; of the last "try" it may have all or nothing.
@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import sys
 from pathlib import Path
 
 from forebay import ReplayBuffer, RolloutState, StalenessReplayPolicy, Status
 from forebay.storage.sqlite import SQLiteStorage
+from tests.doom import Doom
 
 TASK = "math"
 
@@ -22,15 +22,14 @@ def answer(group_id: int) -> str:
     return f"answer to {group_id} " * (1 + group_id % 50)
 
 
-def report(word: str, verb: str, group_ids: list[int]) -> None:
-    os.write(1, f"{word} {verb} {' '.join(map(str, group_ids))}\n".encode())
-
-
-async def work(directory: Path, seed: int) -> None:
+async def work(directory: Path, seed: int, doom: Doom) -> None:
     choice = random.Random(seed)
     buffer = ReplayBuffer(StalenessReplayPolicy(), SQLiteStorage(directory / "store.db"), max_groups=40)
-    report("did", "open", [])
     step = seed * 1_000
+
+    def report(word: str, verb: str, group_ids: list[int]) -> None:
+        os.write(1, f"{word} {verb} {' '.join(map(str, group_ids))}\n".encode())
+        doom.event()
 
     async def produce() -> None:
         while True:
@@ -71,5 +70,5 @@ async def work(directory: Path, seed: int) -> None:
     await asyncio.gather(*(produce() for _ in range(1)), train())
 
 
-if __name__ == "__main__":
-    asyncio.run(work(Path(sys.argv[1]), int(sys.argv[2])))
+def main(directory: str, seed: str, events: str, calls: str) -> None:
+    asyncio.run(work(Path(directory), int(seed), Doom(int(events), int(calls))))

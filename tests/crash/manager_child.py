@@ -1,4 +1,4 @@
-"""The training process that gets killed: two tasks, a manager on SQLite, weights that remember what they saw.
+"""The training process that kills itself: two tasks, a manager on SQLite, weights that remember what they saw.
 
 The weights of step n are a file of their own: every group that they were trained on, by step. So whatever they say is
 exact, however the process died. They are written before the plane is saved for them, and the older ones are removed
@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import random
-import sys
 from pathlib import Path
 
 from forebay import (
@@ -34,6 +33,8 @@ from forebay import (
 from forebay.errors import EngineError
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.simulate import check_ledger
+from tests.doom import Doom
+from tests.processes import HANG_S
 
 TASKS = {"math": 2.0, "code": 1.0}
 SAMPLES, MAX_TRIES, PROMPTS = 2, 2, 13
@@ -101,15 +102,16 @@ def read_weights(directory: Path, model_step: int) -> Trained:
 
 
 class Log:
-    """Lines that are in the file when `write` returns."""
+    """Lines that are in the file when `write` returns; each is an event."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, doom: Doom | None) -> None:
+        self._doom = doom
         self._descriptor = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, *words: object) -> None:
-        line = f"{' '.join(map(str, words))}\n".encode()
-        os.write(self._descriptor, line)
-        os.write(sys.stdout.fileno(), line)  # whoever kills us counts them
+        os.write(self._descriptor, f"{' '.join(map(str, words))}\n".encode())
+        if self._doom is not None:
+            self._doom.event()
 
 
 # --- training -----------------------------------------------------------------------------------------
@@ -139,11 +141,11 @@ def build_manager(kind: str, buffer: ReplayBuffer) -> AgentLoopManager | Disaggr
 class Training:
     """One life of the process."""
 
-    def __init__(self, directory: Path, kind: str, seed: int) -> None:
+    def __init__(self, directory: Path, kind: str, seed: int, doom: Doom | None) -> None:
         self.directory = directory
         self.checkpoint = directory / "checkpoint"
         self.chance = random.Random(seed)
-        self.log = Log(directory)
+        self.log = Log(directory, doom)
         storage = SQLiteStorage(directory / "store.db", synchronous="NORMAL")
         self.buffer = ReplayBuffer(StalenessReplayPolicy(), storage)
         self.manager = build_manager(kind, self.buffer)
@@ -189,7 +191,7 @@ class Training:
         step = self.model_step + 1
         saved = asyncio.create_task(self.save()) if saving else None
         if isinstance(self.manager, DisaggregatedAgentLoopManager):
-            request = self.manager.get_batch(BATCH, step, timeout_s=20)
+            request = self.manager.get_batch(BATCH, step, timeout_s=HANG_S)
         else:
             request = self.manager.produce_batch(BATCH, step, model_step=self.model_step)
         async with request as batch:
@@ -209,7 +211,7 @@ class Training:
             await self.manager.continue_produce(step)
 
     async def run(self, steps: int | None) -> None:
-        """Train for so many steps and end well; None: until somebody kills us."""
+        """Train for so many steps and end well; None: until the process is killed."""
         await self.begin()
         producer = None
         if isinstance(self.manager, DisaggregatedAgentLoopManager):
@@ -229,11 +231,8 @@ class Training:
         await self.buffer.close()
 
 
-async def main(directory: Path, kind: str, seed: int, steps: int | None) -> None:
-    os.write(1, b"begin\n")
-    await Training(directory, kind, seed).run(steps)
-
-
-if __name__ == "__main__":
+def main(directory: str, kind: str, seed: str, steps: str, *doom: str) -> None:
+    """Train for so many steps; with a doom, until that."""
     logging.disable(logging.WARNING)  # simulated failures are no news
-    asyncio.run(main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]) or None))
+    training = Training(Path(directory), kind, int(seed), Doom(*map(int, doom)) if doom else None)
+    asyncio.run(training.run(None if doom else int(steps)))

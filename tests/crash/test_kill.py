@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +12,10 @@ from forebay import ReplayBuffer, StalenessReplayPolicy, Status
 from forebay.checkpoint import open_checkpoint
 from forebay.storage.sqlite import SQLiteStorage
 from tests.crash.child import TASK, answer
+from tests.lives import lives
 from tests.support import closed_ledger
 
-ROOT = Path(__file__).parent.parent.parent
+EVENTS, CALLS = 60, 2_000  # opening takes 2,000 calls, an event 500
 
 
 class Account:
@@ -46,28 +43,6 @@ class Account:
             elif verb == "save":
                 self.saved = True
         return len(lines)
-
-
-def live_and_die(directory: Path, seed: int, seconds: float) -> list[str]:
-    """Run a child and kill it so many seconds after it opened the store; the lines that it finished."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tests.crash.child", str(directory), str(seed)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"did open \n", child.communicate()
-    deadline = time.monotonic() + seconds
-    os.set_blocking(child.stdout.fileno(), False)
-    output = b""
-    while time.monotonic() < deadline:
-        output += child.stdout.read() or b""
-        assert child.poll() is None, child.communicate()
-    child.kill()
-    os.set_blocking(child.stdout.fileno(), True)
-    output += child.communicate()[0]
-    return output.decode().split("\n")[:-1]
 
 
 async def check(directory: Path, account: Account) -> None:
@@ -102,9 +77,11 @@ async def check(directory: Path, account: Account) -> None:
 def kill_often(directory: Path, kills: int, seed: int) -> Account:
     chance = random.Random(seed)
     account = Account()
-    for life in range(kills):
-        account.read(live_and_die(directory, life, chance.uniform(0.0, 0.25)))
-        asyncio.run(check(directory, account))
+    directory.mkdir(exist_ok=True)
+    with lives("tests.crash.child") as children:
+        for life in range(kills):
+            account.read(children.live(directory, life, chance.randrange(EVENTS), chance.randrange(CALLS)))
+            asyncio.run(check(directory, account))
     return account
 
 

@@ -1,7 +1,7 @@
 """G4 on a real process: a run that is killed again and again skips no prompt and trains none twice.
 
-The parent kills a training process a random moment after it did so many things (also none: while it opens its store or
-resumes), and lets the last one finish. Then what the final weights were trained on, the log, and the store are held
+A training process is killed at a random call after it did so many things (also none: while it opens its store or
+resumes), and the last one finishes. Then what the final weights were trained on, the log, and the store are held
 against each other.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,44 +17,10 @@ from forebay import ReplayBuffer, StalenessReplayPolicy
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.simulate import check_ledger
 from tests.crash.manager_child import BATCH, TASKS, Trained, fate, read_weights
+from tests.lives import lives
 
-ROOT = Path(__file__).parent.parent.parent
+EVENTS, CALLS = 30, 20_000  # an event takes 12,000 calls
 LAST_STEPS = 5
-
-
-def start(directory: Path, kind: str, seed: int, steps: int) -> subprocess.Popen[bytes]:
-    """A process that has imported everything, and begins."""
-    command = [sys.executable, "-m", "tests.crash.manager_child", str(directory), kind, str(seed), str(steps)]
-    child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert child.stdout is not None
-    assert child.stdout.readline() == b"begin\n", child.communicate()[1].decode()
-    return child
-
-
-def live_and_die(directory: Path, kind: str, seed: int, events: int, seconds: float) -> None:
-    """Let it log so many events, and kill it a moment later."""
-    child = start(directory, kind, seed, 0)
-    assert child.stdout is not None
-    for _ in range(events):
-        if not child.stdout.readline():
-            break  # it ended, which is told below
-    try:
-        _, errors = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.communicate()
-    else:
-        pytest.fail(f"life {seed} ended by itself:\n{errors.decode()}")
-
-
-def live_to_the_end(directory: Path, kind: str, seed: int) -> None:
-    child = start(directory, kind, seed, LAST_STEPS)
-    try:
-        _, errors = child.communicate(timeout=300)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        pytest.fail(f"the last life hangs:\n{child.communicate()[1].decode()}")
-    assert child.returncode == 0, errors.decode()
 
 
 def logged(directory: Path) -> tuple[Trained, int]:
@@ -114,9 +78,11 @@ def kill_often(directory: Path, kind: str, kills: int, seed: int) -> tuple[int, 
     """How many steps were acknowledged in all, and how many of them are in the final weights."""
     chance = random.Random(seed)
     directory.mkdir(exist_ok=True)
-    for life in range(kills):
-        live_and_die(directory, kind, seed * 1_000 + life, chance.randrange(30), chance.uniform(0.0, 0.03))
-    live_to_the_end(directory, kind, seed * 1_000 + kills)
+    with lives("tests.crash.manager_child") as children:
+        for life in range(kills):
+            doom = chance.randrange(EVENTS), chance.randrange(CALLS)
+            children.live(directory, kind, seed * 1_000 + life, LAST_STEPS, *doom)
+        children.live(directory, kind, seed * 1_000 + kills, LAST_STEPS, killed=False)
     (last,) = directory.glob("weights-*.json")
     model_step = int(last.stem.split("-")[1])
     trained = read_weights(directory, model_step)

@@ -15,6 +15,7 @@ import ray
 from forebay import NoSuchBuffer, ReplayBuffer, ReplayBufferConfig, RolloutState, Status, blocking
 from forebay.ray import RayReplayBuffer
 from forebay.ray.actor import NAMESPACE
+from tests.processes import HANG_S
 
 __all__ = [
     "Worker",
@@ -38,7 +39,6 @@ __all__ = [
 T = TypeVar("T")
 
 TASK = "math"
-PATIENCE_S = 60.0
 
 
 def answer(group_id: int) -> str:
@@ -101,7 +101,7 @@ class Worker:
         self._buffer.put_many([answered(group, tokens) for group in groups], task_name)
         return ids(groups)
 
-    def lease(self, wants: dict[str, int], train_step: int, timeout_s: float | None = 60) -> list[int]:
+    def lease(self, wants: dict[str, int], train_step: int, timeout_s: float | None = HANG_S) -> list[int]:
         self._lease = self._buffer.lease_batch(wants, train_step=train_step, timeout_s=timeout_s)
         assert all(is_whole(group) for group in self._lease.groups)
         return ids(self._lease.groups)
@@ -184,7 +184,7 @@ async def fill(buffer: ReplayBuffer, n: int, task_name: str = TASK, tokens: int 
     return ids(groups)
 
 
-async def eventually(look: Callable[[], Awaitable[T]], *, timeout_s: float = PATIENCE_S) -> T:
+async def eventually(look: Callable[[], Awaitable[T]], *, timeout_s: float = HANG_S) -> T:
     """What a look brings, as soon as it brings something: for what other processes do, of which no event tells."""
     async with asyncio.timeout(timeout_s):
         while not (found := await look()):  # noqa: ASYNC110  no event tells of it

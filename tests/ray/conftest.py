@@ -2,8 +2,7 @@
 
 Every pytest process that comes here starts a cluster of its own (so parallel runs never meet) with the first test of
 the folder and ends it with the last. All ports are chosen by the kernel and open on the loopback address only; all
-files are in a directory of its own, which is removed. No dashboard, no metrics, no usage reports. Without Ray the
-folder is skipped.
+files are in a directory of its own, which is removed. No dashboard, no metrics, no usage reports.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import HANG_S
 
 # Read by Ray when it is imported and by every process of a cluster that we start.
 os.environ.update(
@@ -40,10 +41,6 @@ _LOOPBACK = "127.0.0.1"
 _CHECKOUT = Path(__file__).parents[2]
 
 
-def pytest_pycollect_makemodule() -> None:
-    pytest.importorskip("ray")
-
-
 class LocalCluster:
     """The nodes. Tests may add nodes and kill them; the first three are there for everyone, and stay."""
 
@@ -60,7 +57,7 @@ class LocalCluster:
         )
         for _ in range(2):
             self.add_node(wait=False)
-        self._cluster.wait_for_nodes(timeout=120)
+        self._cluster.wait_for_nodes(timeout=HANG_S)
 
     @property
     def address(self) -> str:
@@ -76,7 +73,7 @@ class LocalCluster:
         if node in self._cluster.worker_nodes:
             self._cluster.remove_node(node, allow_graceful=False)
 
-    def wait_until_missed(self, node: Any, timeout_s: float = 60) -> None:
+    def wait_until_missed(self, node: Any, timeout_s: float = HANG_S) -> None:
         """Until the cluster knows that a killed node is gone, and places nothing on it any more."""
         ray = importlib.import_module("ray")
         deadline = time.monotonic() + timeout_s

@@ -9,10 +9,8 @@ import os
 import pickle
 import random
 import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,12 +35,12 @@ from forebay import (
 from forebay.ray.agent_loop import RayAgentLoop
 from forebay.ray.loop_pool import Phase
 from forebay.testing.simulate.driver import check_nothing_lost
+from tests.processes import HANG_S, finished
 from tests.ray.conftest import LocalCluster
 from tests.ray.loops import AheadOfTraining, Crashing, Raising, Scripted, group_of, make_raising
 from tests.support import closed_ledger
 
 SMALL: dict[str, Any] = {"num_cpus": 0.1}
-PATIENCE_S = 60.0
 
 
 def statuses(group: list[RolloutState]) -> list[Status]:
@@ -76,7 +74,7 @@ def pool_of(actors: int = 1, make_loop: Callable[[], AgentLoop] = Scripted, **op
 
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for what happens elsewhere."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(HANG_S):
         while not condition():  # noqa: ASYNC110  no event tells of it
             await asyncio.sleep(0.01)
 
@@ -98,7 +96,7 @@ async def under_way(loop: RayAgentLoop, groups: int, do: str = "hang") -> list[a
 @pytest.fixture(scope="module")
 def shared(cluster: LocalCluster) -> Iterator[RayAgentLoop]:
     """One pool of one actor for many tests, each on an event loop of its own."""
-    loop = pool_of(cancel_timeout_s=PATIENCE_S)
+    loop = pool_of(cancel_timeout_s=HANG_S)
     yield loop
     asyncio.run(loop.close())
 
@@ -216,9 +214,19 @@ async def test_a_cancel_leaves_what_there_is_in_the_list(either: AgentLoop) -> N
 
 async def test_a_timeout_is_a_cancel(either: AgentLoop) -> None:
     group = group_of(1, "hang")
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.3):
+    before = await ask(either, "begun", 0)
+
+    limit = asyncio.timeout(None)
+
+    async def generate() -> None:
+        async with limit:
             await either.generate_group(group)
+
+    generating = asyncio.create_task(generate())
+    await ask(either, "begun", before + 1)
+    limit.reschedule(0)
+    with pytest.raises(TimeoutError):
+        await generating
     assert statuses(group) == [Status.ABORTED]
 
 
@@ -324,7 +332,7 @@ async def test_actors_that_have_no_room_yet_are_waited_for(cluster: LocalCluster
     done, _ = await asyncio.wait((waiting,), timeout=1)
     assert not done
     await first.close()
-    assert statuses(await asyncio.wait_for(waiting, PATIENCE_S)) == [Status.COMPLETED] * 2
+    assert statuses(await asyncio.wait_for(waiting, HANG_S)) == [Status.COMPLETED] * 2
     await second.close()
 
 
@@ -353,7 +361,7 @@ async def test_g03_the_groups_of_an_actor_that_is_killed_come_back_as_they_were_
         await until(lambda: sum(loop.loads()) == 5)
         victim = loop.loads().index(3)
         os.kill(pids[victim], signal.SIGKILL)
-        back = await asyncio.wait_for(fifth, PATIENCE_S)
+        back = await asyncio.wait_for(fifth, HANG_S)
         assert back[0] is done
         assert statuses(back) == [Status.COMPLETED, Status.ABORTED]
         assert tokens(back) == [[1, 2], [1, 2]]
@@ -420,7 +428,7 @@ async def test_when_all_are_down_groups_wait_for_the_first_that_is_back(cluster:
 async def test_a_sample_that_ends_the_event_loop_of_its_actor_does_not_hang(cluster: LocalCluster) -> None:
     """`sys.exit()` in a task ended the thread of the loop, and the actor answered nobody any more."""
     async with pool_of(1) as loop:
-        group = await asyncio.wait_for(loop.generate_group(group_of(2, "exit")), PATIENCE_S)
+        group = await asyncio.wait_for(loop.generate_group(group_of(2, "exit")), HANG_S)
         assert statuses(group) == [Status.ABORTED] * 2
         assert statuses(await loop.generate_group(group_of())) == [Status.COMPLETED] * 2
 
@@ -458,10 +466,10 @@ async def test_a_group_comes_back_when_its_node_is_lost_and_goes_on_when_there_i
         assert await loop.call_all("node") == [doomed_node.node_id]
         (running,) = await under_way(loop, 1)
         cluster.kill_node(doomed_node)
-        assert statuses(await asyncio.wait_for(running, PATIENCE_S)) == [Status.ABORTED] * 2
+        assert statuses(await asyncio.wait_for(running, HANG_S)) == [Status.ABORTED] * 2
         waiting = asyncio.create_task(loop.generate_group(group_of()))
-        done, _ = await asyncio.wait((waiting,), timeout=4)
-        assert not done
+        await asyncio.to_thread(cluster.wait_until_missed, doomed_node)
+        assert not waiting.done()
         group = group_of()
         given_up = asyncio.create_task(loop.generate_group(group))
         await asyncio.sleep(0)
@@ -470,7 +478,7 @@ async def test_a_group_comes_back_when_its_node_is_lost_and_goes_on_when_there_i
             await given_up
         another = cluster.add_node(resources={"doomed": 1})
         try:
-            assert statuses(await asyncio.wait_for(waiting, PATIENCE_S)) == [Status.COMPLETED] * 2
+            assert statuses(await asyncio.wait_for(waiting, HANG_S)) == [Status.COMPLETED] * 2
             assert await loop.call_all("node") == [another.node_id]
         finally:
             cluster.kill_node(another)
@@ -530,7 +538,7 @@ async def test_calls_that_are_kept_are_made_again_before_a_restarted_actor_gets_
         (running,) = await under_way(loop, 1)
         (pid,) = await loop.call_all("pid")
         os.kill(pid, signal.SIGKILL)
-        await asyncio.wait_for(running, PATIENCE_S)
+        await asyncio.wait_for(running, HANG_S)
         assert tokens(await loop.generate_group(group_of(1))) == [[6, 6, 6]]
         assert await loop.call_all("history") == [[6]]
 
@@ -576,15 +584,14 @@ except NoCluster as error:
     assert "ray.init" in str(error)
     raise SystemExit(7)
 """
-    run = subprocess.run([sys.executable, "-c", program], check=False, cwd=Path(__file__).parents[2])
-    assert run.returncode == 7
+    assert finished("-c", program).returncode == 7
 
 
 async def test_a_loop_that_cannot_be_made_is_an_error_with_the_remote_traceback(cluster: LocalCluster) -> None:
     loop = pool_of(2, make_raising)
     for _ in range(2):
         with pytest.raises(EngineError, match=r"none of the 2 actors .* raised LookupError: no engine here") as raised:
-            await asyncio.wait_for(loop.generate_group(group_of()), PATIENCE_S)
+            await asyncio.wait_for(loop.generate_group(group_of()), HANG_S)
         assert "make_raising" in raised.value.__notes__[0]
     with pytest.raises(EngineError, match="LookupError: no engine here"):
         await loop.start()
@@ -601,7 +608,7 @@ async def test_a_loop_that_cannot_be_made_is_an_error_with_the_remote_traceback(
 async def test_an_actor_that_crashes_whenever_it_starts_is_an_error_and_not_a_wait(cluster: LocalCluster) -> None:
     loop = pool_of(1, Crashing)
     with pytest.raises(EngineError, match="did not start"):
-        await asyncio.wait_for(loop.generate_group(group_of()), PATIENCE_S)
+        await asyncio.wait_for(loop.generate_group(group_of()), HANG_S)
     await loop.close()
 
 
@@ -694,7 +701,7 @@ async def test_a_pool_may_be_dropped_on_any_thread_of_rays(cluster: LocalCluster
     never = loop._pool.slots[0].handle.watch.remote(0)
     del loop
     never.future().add_done_callback(drop)  # called by Ray, on a thread of its own
-    await asyncio.wait_for(dropped, PATIENCE_S)
+    await asyncio.wait_for(dropped, HANG_S)
     await until(lambda: not is_running(pid))
 
 
@@ -723,7 +730,7 @@ async def test_an_actor_may_have_a_pool_of_its_own(cluster: LocalCluster) -> Non
 
     trainer: Any = ray.remote(Trainer).options(num_cpus=0.1).remote()
     training = asyncio.wrap_future(trainer.train.remote().future())
-    assert await asyncio.wait_for(training, PATIENCE_S) == ["completed", "completed"]
+    assert await asyncio.wait_for(training, HANG_S) == ["completed", "completed"]
 
 
 # --- producing --------------------------------------------------------------------------------------------
@@ -736,12 +743,20 @@ async def test_g01_g03_nothing_is_lost_or_doubled_when_actors_are_killed_at_rand
     """Real strategy, sampler and buffer; every prompt that was drawn is trained once, or still held."""
     chance = random.Random(seed)
     buffer = ReplayBuffer()
+    generated = 0
+
+    def count(group: list[RolloutState]) -> bool:
+        nonlocal generated
+        generated += 1
+        return True
+
     strategy = AsyncProduceStrategy(
         buffer,
         over_sample_threshold=1.0,
         max_staleness=2,
         enable_partial_rollout=True,
         timeouts=Timeouts(pause_interval_s=0.5),
+        is_valid_sample_fn=count,
         progress=NoProgress(),
     )
     prompts = [{"prompt": f"question {number}", "do": "answer", "prompt_ids": [number]} for number in range(200)]
@@ -753,7 +768,8 @@ async def test_g01_g03_nothing_is_lost_or_doubled_when_actors_are_killed_at_rand
     async def kill() -> None:
         nonlocal kills
         while True:
-            await asyncio.sleep(chance.uniform(0.2, 1.0))
+            due = generated + chance.randint(5, 15)
+            await until(lambda due=due: generated >= due)  # type: ignore[misc]
             pids = await loop.call_all("pid")
             if pids:  # else all are being restarted
                 os.kill(chance.choice(pids), signal.SIGKILL)
@@ -762,7 +778,7 @@ async def test_g01_g03_nothing_is_lost_or_doubled_when_actors_are_killed_at_rand
     killing = asyncio.create_task(kill())
     trained: list[int] = []
     for step in range(1, 6):
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(HANG_S):
             production = await strategy.produce_batch(loop, sampler, 12, "math", train_step=step, model_step=step - 1)
         assert production.complete
         await strategy.pause()

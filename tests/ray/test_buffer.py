@@ -35,6 +35,7 @@ from forebay import (
 from forebay.ray import RayReplayBuffer, wire
 from forebay.ray import storage as storage_module
 from forebay.record import Record
+from tests.processes import HANG_S
 from tests.ray import children
 from tests.ray.children import answered, connected, drawn, eventually, fill, hosted, ids
 from tests.ray.conftest import LocalCluster
@@ -67,7 +68,7 @@ def test_the_blocking_facade_takes_it_as_it_is(shared: str) -> None:
     with blocking.ReplayBuffer(RayReplayBuffer.connect(shared)) as buffer:
         groups = buffer.issue(children.prompts(3), "blocking", cursor=0)
         buffer.put_many([answered(group) for group in groups], "blocking")
-        with buffer.lease_batch({"blocking": 2}, train_step=1, timeout_s=60) as lease:
+        with buffer.lease_batch({"blocking": 2}, train_step=1, timeout_s=HANG_S) as lease:
             assert ids(lease.groups) == [0, 1]
         assert buffer.count("blocking", COMPLETED) == 1
         assert buffer.ledger()["blocking"]["trained"] == 2
@@ -177,7 +178,7 @@ async def test_a_manager_runs_on_it_and_its_checkpoint_goes_on_elsewhere(
 
     async def steps(manager: DisaggregatedAgentLoopManager, *numbers: int) -> None:
         for step in numbers:
-            async with manager.get_batch(4, step, timeout_s=60) as batch:
+            async with manager.get_batch(4, step, timeout_s=HANG_S) as batch:
                 trained.extend(ids(batch.groups))
             await manager.save(tmp_path / "checkpoint", model_step=step)
             await manager.pause_produce()
@@ -238,7 +239,7 @@ async def test_g11_a_wait_is_one_long_call(shared: str, buffer: RayReplayBuffer)
     async with connected(shared) as producer:
         await producer.count("wait", COMPLETED)
         await _in_host(shared, _count_calls)
-        leasing = asyncio.create_task(buffer.lease_batch({"wait": 64}, train_step=1, timeout_s=60)._granted())
+        leasing = asyncio.create_task(buffer.lease_batch({"wait": 64}, train_step=1, timeout_s=HANG_S)._granted())
         await eventually(lambda: _waits_at(shared, 1))
         for _ in range(64):
             await producer.put(answered([*children.prompts(1)[0]]), "wait")
@@ -338,7 +339,7 @@ async def test_g03_a_lease_that_was_given_up_while_its_host_was_away_is_held_by_
             await leasing
     finally:
         os.kill(pid, signal.SIGCONT)
-    lease = await buffer.lease_batch({"away": 2}, train_step=1, timeout_s=60)
+    lease = await buffer.lease_batch({"away": 2}, train_step=1, timeout_s=HANG_S)
     assert ids(lease.groups) == [0, 1]
     await lease.ack()
     assert await closed_ledger(buffer, "away") == {"issued": 2, "trained": 2}

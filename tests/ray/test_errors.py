@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +33,7 @@ from forebay.ray.link import Link
 from forebay.ray.operations import HostSpec
 from forebay.storage.base import Settings
 from forebay.storage.sqlite import SQLiteStorage
+from tests.processes import finished
 from tests.ray import children
 from tests.ray.children import connected, eventually, fill, hosted
 from tests.ray.conftest import LocalCluster
@@ -53,14 +52,7 @@ def shared(cluster: LocalCluster) -> Iterator[str]:
 
 def program(source: str, *arguments: str) -> str:
     """What a Python program prints that this process has nothing to do with."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**os.environ, "RAY_ADDRESS": ""},
-    )
+    done = finished("-c", textwrap.dedent(source), *arguments, env={**os.environ, "RAY_ADDRESS": ""})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

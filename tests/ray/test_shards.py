@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,11 @@ import ray
 
 from forebay import BufferLost, GroupEnd, LostLease, ReplayBuffer, ReplayBufferConfig, Status, WaitTimeout
 from forebay.ray import RayReplayBuffer
+from forebay.ray import storage as storage_module
 from forebay.ray.actor import actor_name
 from forebay.ray.operations import UID_BITS
 from forebay.ray.shards import shard_of, shard_url
+from tests.processes import HANG_S
 from tests.ray import children
 from tests.ray.children import connected, eventually, fill, hosted, ids, is_whole
 from tests.ray.conftest import LocalCluster
@@ -52,10 +56,18 @@ async def buffer(shared: str) -> AsyncIterator[RayReplayBuffer]:
         yield buffer
 
 
+async def _in_host(name: str, shard: int, look: Callable[[Any], Any]) -> Any:
+    return await asyncio.wrap_future(children.host_of(actor_name(name, shard)).__ray_call__.remote(look).future())
+
+
 async def _waits_at(name: str, shard: int, n: int) -> bool:
-    actor = children.host_of(actor_name(name, shard))
-    waits = actor.__ray_call__.remote(lambda actor: len(actor._host._waits))
-    return bool(await asyncio.wrap_future(waits.future()) == n)
+    return bool(await _in_host(name, shard, lambda actor: len(actor._host._waits)) == n)
+
+
+async def _deadline_at(name: str, shard: int) -> float:
+    """When the only owner would lose what it holds."""
+    ((_, deadline),) = await _in_host(name, shard, lambda actor: list(actor._host.storage._deadlines.values()))
+    return float(deadline)
 
 
 def test_a_task_has_one_shard_for_ever() -> None:
@@ -139,11 +151,11 @@ async def test_g05_trainers_that_compete_over_shards_neither_deadlock_nor_hold_p
 
     async def train(client: ReplayBuffer, wants: list[dict[str, int]], own: random.Random) -> None:
         for step, want in enumerate(wants, 1):
-            lease = await client.lease_batch(want, train_step=step, timeout_s=60)
+            lease = await client.lease_batch(want, train_step=step, timeout_s=HANG_S)
             assert {name: len(groups) for name, groups in lease.groups_by_task.items()} == want
             if own.random() < 0.2:  # give it back, and take another
                 await lease.nack()
-                lease = await client.lease_batch(want, train_step=step, timeout_s=60)
+                lease = await client.lease_batch(want, train_step=step, timeout_s=HANG_S)
             trained.extend((name, i) for name, groups in lease.groups_by_task.items() for i in ids(groups))
             await lease.ack()
 
@@ -246,17 +258,20 @@ async def test_g01_when_one_of_the_actors_is_lost_the_tasks_of_the_others_go_on(
 ) -> None:
     name = new_name()
     first, second = tasks_of("lost", 2)
-    async with hosted(name, ReplayBufferConfig(lease_s=1), shards=2) as buffer:
+    async with hosted(name, shards=2) as buffer:
         await fill(buffer, 2, first)
         await fill(buffer, 3, second)
         lease = await buffer.lease_batch({second: 1}, train_step=1)
-        children.kill_host(name)  # the first one, for which it beats first
+        children.kill_host(name)
         with pytest.raises(BufferLost) as caught:
             await buffer.position(first)
         assert caught.value.lost == {first: 2}
         with pytest.raises(BufferLost):
             await buffer.lease_batch({first: 1, second: 1}, train_step=1)
-        await asyncio.sleep(1.5)  # longer than a lease lasts without a beat
+        before = await _deadline_at(name, 1)
+        with pytest.raises(ray.exceptions.RayActorError):
+            await asyncio.to_thread(buffer.storage.beat, buffer.owner)
+        assert await _deadline_at(name, 1) > before  # the other one heard it
         await lease.ack()
         assert await closed_ledger(buffer, first) == {"issued": 2, "discarded": 2}
         assert await closed_ledger(buffer, second) == {"issued": 3, "buffered": 2, "trained": 1}
@@ -285,3 +300,26 @@ async def test_the_client_with_the_callback_is_told_of_the_ends_of_all_shards(sh
 
 async def _heard_all(heard: list[GroupEnd], tasks: list[str], expected: set[tuple[str, int]]) -> bool:
     return {(event.task_name, event.group_id) for event in heard if event.task_name in tasks} == expected
+
+
+async def test_g05_a_host_that_does_not_answer_delays_no_heartbeat_to_the_others(
+    cluster: LocalCluster, new_name: NewName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage_module, "_BEAT_TIMEOUT_S", HANG_S)
+    name = new_name()
+    async with hosted(name, ReplayBufferConfig(lease_s=6 * HANG_S), shards=2) as buffer:
+        await buffer.ledger()
+        before = await _deadline_at(name, 1)
+        pid = await asyncio.to_thread(children.host_pid, name)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            beating = asyncio.create_task(asyncio.to_thread(buffer.storage.beat, buffer.owner))
+            await eventually(lambda: _later_than(before, name))
+            assert not beating.done()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        await beating
+
+
+async def _later_than(before: float, name: str) -> bool:
+    return await _deadline_at(name, 1) > before

@@ -37,7 +37,7 @@ from forebay.staleness import group_staleness
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, check_ledger, run
 
 STEPS, BATCH, SAVE_EVERY, INTERVAL = 30, 4, 4, 1
-POINTS = 250  # of each kind: 1,000 in all
+POINTS, SLOW_POINTS = 50, 1_000  # of each kind and mode
 TASKS = {"math": 2.0, "code": 1.0}
 
 
@@ -230,12 +230,13 @@ def _no_fsync(descriptor: int) -> None:
 
 @pytest.mark.parametrize("mode", ["full", "prompts"])
 @pytest.mark.parametrize("kind", ["colocated", "disaggregated"])
+@pytest.mark.parametrize("count", [POINTS, pytest.param(SLOW_POINTS, marks=pytest.mark.slow)])
 def test_g04_a_run_that_is_stopped_anywhere_skips_nothing_and_trains_nothing_twice(
-    tmp_path: Path, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, count: int, kind: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", _no_fsync)
     _, events = interrupted(kind, tmp_path / "whole", 0, None, prompts_only=mode == "prompts")
-    points = [(kind, mode, number, events, str(tmp_path)) for number in range(POINTS)]
+    points = [(kind, mode, number, events, str(tmp_path)) for number in range(count)]
     chosen = os.environ.get("FOREBAY_POINT")
     if chosen is not None:
         points = [point for point in points if chosen == f"{point[0]}-{point[1]}-{point[2]}"]

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -28,6 +25,7 @@ from forebay.storage.calls import CALL, Answered, Call, Done, Handed, Stored, de
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.samples import make_group
+from tests.processes import started
 from tests.storage.postgres_server import Schemas, dsn, execute
 
 COMPLETED, ABORTED, INIT = Status.COMPLETED, Status.ABORTED, Status.INIT
@@ -354,13 +352,11 @@ asyncio.run(main())
 
 async def test_g07_a_killed_process_leaves_answers_of_exactly_what_it_did(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
-    child = subprocess.Popen([sys.executable, "-c", _CHILD, str(path)], stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220
-    assert child.stdout is not None
-    acknowledged = {int(child.stdout.readline()) for _ in range(30)}
-    child.send_signal(signal.SIGKILL)
-    acknowledged |= {int(text) for text in child.stdout.read().split()}
-    child.wait()
-    child.stdout.close()
+    with started("-c", _CHILD, path) as child:
+        assert child.stdout is not None
+        acknowledged = {int(child.stdout.readline()) for _ in range(30)}
+        child.kill()
+        acknowledged |= {int(text) for text in child.stdout.read().split()}
     storage = SQLiteStorage(path)
     await storage.open("me", Settings(), None)
     there = {record.group_id for record in await records(storage)}

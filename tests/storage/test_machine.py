@@ -19,7 +19,7 @@ from forebay.storage.sorted_keys import SortedKeys
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.machine import machine_for
 
-RUNS = settings(max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
+RUNS = settings(stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True)
@@ -28,10 +28,14 @@ def tiny_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SortedKeys, "LOAD", 2)
 
 
-def _case(make_storage: Callable[[], Storage], policy: ReplayPolicy, examples: int = 200) -> type[unittest.TestCase]:
+def _case(make_storage: Callable[[], Storage], policy: ReplayPolicy, examples: int) -> type[unittest.TestCase]:
     case: type[unittest.TestCase] = machine_for(make_storage, policy).TestCase
     case.settings = settings(RUNS, max_examples=examples)  # type: ignore[attr-defined]
     return case
+
+
+def _long(make_storage: Callable[[], Storage], policy: ReplayPolicy) -> type[unittest.TestCase]:
+    return pytest.mark.slow(_case(make_storage, policy, 1_000))
 
 
 _directory = Path(tempfile.mkdtemp(prefix="forebay-test-"))
@@ -43,9 +47,16 @@ def _sqlite() -> Storage:
     return SQLiteStorage(_directory / f"{next(_numbers)}.db", synchronous="NORMAL")
 
 
-TestMemoryInOrderOfArrival = _case(MemoryStorage, FIFOReplayPolicy())
-TestMemoryOldestFirst = _case(MemoryStorage, StalenessReplayPolicy())
-TestSQLiteInOrderOfArrival = _case(_sqlite, FIFOReplayPolicy(), 100)
-TestSQLiteOldestFirst = _case(_sqlite, StalenessReplayPolicy(), 100)
-TestPandasInOrderOfArrival = _case(PandasStorage, FIFOReplayPolicy(), 60)
-TestPandasOldestFirst = _case(PandasStorage, StalenessReplayPolicy(), 60)
+TestMemoryInOrderOfArrival = _case(MemoryStorage, FIFOReplayPolicy(), 60)
+TestMemoryOldestFirst = _case(MemoryStorage, StalenessReplayPolicy(), 60)
+TestSQLiteInOrderOfArrival = _case(_sqlite, FIFOReplayPolicy(), 40)
+TestSQLiteOldestFirst = _case(_sqlite, StalenessReplayPolicy(), 40)
+TestPandasInOrderOfArrival = _case(PandasStorage, FIFOReplayPolicy(), 20)
+TestPandasOldestFirst = _case(PandasStorage, StalenessReplayPolicy(), 20)
+
+TestMemoryInOrderOfArrivalForLong = _long(MemoryStorage, FIFOReplayPolicy())
+TestMemoryOldestFirstForLong = _long(MemoryStorage, StalenessReplayPolicy())
+TestSQLiteInOrderOfArrivalForLong = _long(_sqlite, FIFOReplayPolicy())
+TestSQLiteOldestFirstForLong = _long(_sqlite, StalenessReplayPolicy())
+TestPandasInOrderOfArrivalForLong = _long(PandasStorage, FIFOReplayPolicy())
+TestPandasOldestFirstForLong = _long(PandasStorage, StalenessReplayPolicy())

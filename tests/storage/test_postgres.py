@@ -41,6 +41,7 @@ from forebay.storage.postgres.schema import VERSION
 from forebay.testing import StorageConformance
 from forebay.testing.machine import machine_for
 from forebay.testing.samples import make_group
+from tests.processes import HANG_S
 from tests.storage.postgres_server import Schemas, dsn, execute
 
 schemas = Schemas()
@@ -260,11 +261,10 @@ async def test_a_large_batch_goes_in_and_out_unchanged() -> None:
 # --- wake-ups -----------------------------------------------------------------------------------------
 
 
-async def heard_within(heard: list[str], seconds: float = 5.0) -> set[str]:
-    for _ in range(int(seconds / 0.01)):
-        if heard:
-            break
-        await asyncio.sleep(0.01)
+async def first_heard(heard: list[str]) -> set[str]:
+    async with asyncio.timeout(HANG_S):
+        while not heard:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
     return set(heard)
 
 
@@ -275,7 +275,7 @@ async def test_other_processes_hear_of_changes() -> None:
     async with opened(storage), opened(other, "other"):
         other.subscribe(heard.extend)
         await storage.put([by_hand(task_name="odd \0 name")], owner="me")
-        assert await heard_within(heard) == {"odd \0 name"}
+        assert await first_heard(heard) == {"odd \0 name"}
 
 
 async def test_a_listener_that_lost_its_connection_looks_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -291,24 +291,23 @@ async def test_a_listener_that_lost_its_connection_looks_again(caplog: pytest.Lo
         pid = other._companion._connection.get_server_pid()
         with caplog.at_level(logging.WARNING):
             await execute("SELECT pg_terminate_backend($1)", pid)
-            assert await heard_within(heard) == {"math"}
+            assert await first_heard(heard) == {"math"}
         assert "postgres_listener_lost" in caplog.text
         heard.clear()
         await storage.put([by_hand()], owner="me")
-        assert await heard_within(heard) == {"math"}
+        assert await first_heard(heard) == {"math"}
 
 
 async def test_a_waiting_trainer_wakes_when_another_process_puts() -> None:
     storage = schemas.make()
     trainer, producer = (ReplayBuffer(storage=each) for each in (storage, another(storage)))
     async with trainer, producer:
-        waiting = asyncio.create_task(trainer.wait_ready({"math": 1}, timeout_s=10))
-        await asyncio.sleep(0.1)
-        loop = asyncio.get_running_loop()
+        waiting = asyncio.create_task(trainer.wait_ready({"math": 1}, timeout_s=HANG_S))
+        async with asyncio.timeout(HANG_S):
+            while "math" not in await trainer.explain_wait():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         await producer.put(make_group(), "math")
-        before = loop.time()
         await waiting
-        assert loop.time() - before < 2
 
 
 # --- cancellation -------------------------------------------------------------------------------------

@@ -10,12 +10,10 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -25,12 +23,13 @@ from forebay.errors import BufferClosed, CursorMoved, LostLease, StorageUnavaila
 from forebay.rollout import RolloutState, Status
 from forebay.storage.postgres import PostgresStorage
 from forebay.testing.samples import make_group
+from tests.processes import HANG_S, Child, started
 from tests.storage.postgres_server import Schemas, Server, dsn
 
 schemas = Schemas()
 TASK = "math"
 GROUPS = 160
-LEASE_S = 1.0
+LEASE_S = 2.0
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +63,7 @@ async def produce(buffer: ReplayBuffer, seed: int) -> None:
                 line = (await buffer.ledger())[TASK]
                 if line["trained"] + line["failed"] == line["issued"]:
                     return
+                report(idle=True)
                 await asyncio.sleep(0.05)
                 # Whoever waits looks after the dead; a producer that only polls has to ask.
                 await buffer.storage.reap()
@@ -77,6 +77,8 @@ async def produce(buffer: ReplayBuffer, seed: int) -> None:
                 await buffer.put(done, TASK, model_step=0)
             except LostLease:
                 report(lost="put", group_id=group[0].group_id)
+            else:
+                report(put=group[0].group_id)
 
 
 async def consume(buffer: ReplayBuffer, seed: int) -> None:
@@ -89,6 +91,7 @@ async def consume(buffer: ReplayBuffer, seed: int) -> None:
         try:
             lease = await buffer.lease_batch({TASK: chance.choice([1, 2, 4])}, train_step=1, timeout_s=1.5)
         except WaitTimeout:
+            report(idle=True)
             continue
         await asyncio.sleep(chance.uniform(0, 0.02))
         trained = [group[0].group_id for group in lease.groups]
@@ -104,7 +107,7 @@ async def consume(buffer: ReplayBuffer, seed: int) -> None:
 async def sleepwalk(buffer: ReplayBuffer, seed: int) -> None:
     """Hold a drawn group and a lease, say so, and go on only after having been stopped for longer than the lease."""
     (drawn,) = await buffer.issue([make_group(status=Status.INIT)], TASK, cursor=0)
-    lease = await buffer.lease_batch({"code": 1}, train_step=1, timeout_s=20)
+    lease = await buffer.lease_batch({"code": 1}, train_step=1, timeout_s=HANG_S)
     report(holds=True)
     await asyncio.to_thread(sys.stdin.readline)
     outcomes = []
@@ -135,6 +138,8 @@ async def store(buffer: ReplayBuffer, seed: int) -> None:
 
 def main(role: str, where: str, name: str, seed: int) -> None:
     async def run() -> None:
+        report(ready=True)
+        await asyncio.to_thread(sys.stdin.readline)
         buffer = ReplayBuffer(storage=PostgresStorage(where, name), lease_s=LEASE_S)
         try:
             await globals()[role](buffer, seed)
@@ -147,30 +152,46 @@ def main(role: str, where: str, name: str, seed: int) -> None:
     report(ended=True)
 
 
-class Child:
+class Actor:
     """One process, and all that it reported."""
 
-    def __init__(self, role: str, name: str, seed: int, where: str | None = None) -> None:
+    def __init__(self, child: Child, role: str) -> None:
         self.role = role
-        arguments = [role, where or dsn(), name, str(seed)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.storage.test_postgres_processes", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],
-        )
+        self.process = child
+        self.reports: list[dict[str, Any]] = []
 
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
+    def go(self) -> None:
+        """Let it begin, or go on."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
 
-    def next_report(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
+        """Its next report."""
         assert self.process.stdout is not None
-        found: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return found
+        line = self.process.stdout.readline()
+        assert line, f"a process that should {self.role} ended: {self.reports[-1:]}"
+        self.reports.append(json.loads(line))
+        return self.reports[-1]
 
-    def reports(self, timeout_s: float = 60) -> list[dict[str, Any]]:
-        out, _ = self.process.communicate(timeout=timeout_s)
-        return [json.loads(line) for line in out.splitlines()]
+    def until(self, key: str) -> None:
+        """Read its reports up to the first that has this key."""
+        while key not in self.report():
+            pass
+
+    def rest(self) -> None:
+        """Read its reports to the end of the process."""
+        assert self.process.stdout is not None
+        self.reports += map(json.loads, self.process.stdout)
+
+
+class Company(ExitStack):
+    """Processes that end with a test."""
+
+    def start(self, role: str, name: str, seed: int, where: str | None = None) -> Actor:
+        """Start a process, which waits for `go` before it begins."""
+        arguments = ("tests.storage.test_postgres_processes", role, where or dsn(), name, seed)
+        return Actor(self.enter_context(started("-m", *arguments, stderr=None)), role)
 
 
 # --- the tests ----------------------------------------------------------------------------------------
@@ -181,22 +202,23 @@ def test_four_produce_and_two_consume_and_some_are_killed() -> None:
     storage = schemas.make()
     seeds = iter(range(100))
     roles = ["produce"] * 4 + ["consume"] * 2
-    running = [Child(role, storage.name, next(seeds)) for role in roles]
-    dead: list[Child] = []
-    try:
-        time.sleep(1.0)
-        for _ in range(5):
-            time.sleep(chance.uniform(0.1, 0.5))
-            victim = running.pop(chance.randrange(len(running)))
-            victim.kill()
-            dead.append(victim)
-            running.append(Child(victim.role, storage.name, next(seeds)))
-        reports = [report for child in [*dead, *running] for report in child.reports()]
-    finally:
-        for child in running:
-            child.kill()
-            child.process.wait()
-    assert sum("ended" in report for report in reports) == len(running)
+    with Company() as company:
+        actors = [company.start(role, storage.name, next(seeds)) for role in roles]
+        for actor in actors:
+            actor.until("ready")  # all of them begin together
+        for actor in actors:
+            actor.go()
+        victims = chance.sample(actors, 5)
+        for victim in victims:
+            for _ in range(chance.randint(1, 4)):
+                victim.report()
+            victim.process.kill()
+            actors.append(company.start(victim.role, storage.name, next(seeds)))
+            actors[-1].go()
+        for actor in actors:
+            actor.rest()
+    reports = [report for actor in actors for report in actor.reports]
+    assert sum("ended" in report for report in reports) == len(roles)
 
     acknowledged = Counter(group_id for report in reports for group_id in report.get("trained", ()))
     assert max(acknowledged.values()) == 1, "trained twice"
@@ -223,59 +245,58 @@ def test_a_zombie_can_neither_put_nor_acknowledge() -> None:
 
     async def take_over() -> None:
         async with ReplayBuffer(storage=storage, lease_s=LEASE_S) as buffer:
-            lease = await buffer.lease_batch({"code": 1}, train_step=1, timeout_s=20)
+            lease = await buffer.lease_batch({"code": 1}, train_step=1, timeout_s=HANG_S)
             assert await buffer.count(TASK, Status.ABORTED) == 1
             zombie.process.send_signal(signal.SIGCONT)
-            out, _ = await asyncio.to_thread(zombie.process.communicate, b"go on\n", 30)
-            reports = [json.loads(line) for line in out.splitlines()]
-            assert {"outcomes": ["lost", "lost"]} in reports
+            zombie.go()
+            assert await asyncio.to_thread(zombie.report) == {"outcomes": ["lost", "lost"]}
             await lease.ack()
             assert (await buffer.ledger())["code"]["trained"] == 1
 
     asyncio.run(prepare())
-    zombie = Child("sleepwalk", storage.name, 1)
-    try:
-        assert zombie.next_report() == {"holds": True}
+    with Company() as company:
+        zombie = company.start("sleepwalk", storage.name, 1)
+        zombie.go()
+        zombie.until("holds")
         zombie.process.send_signal(signal.SIGSTOP)
         asyncio.run(take_over())
-    finally:
-        zombie.kill()
-        zombie.process.wait()
 
 
 @pytest.mark.parametrize("crashes", [2, pytest.param(50, marks=pytest.mark.slow)])
 def test_g07_what_was_acknowledged_survives_crashes_of_the_server(crashes: int) -> None:
     server = Server()
-    children = []
     try:
-        children = [Child("store", "crash", seed, server.dsn) for seed in range(2)]
-        for crash in range(crashes):
-            time.sleep(1.5 + 0.3 * (crash % 3))
-            server.stop("immediate")
-            time.sleep(0.2)
-            server.start()
-        time.sleep(1.5)
-        for child in children:
-            child.kill()
-        reports = [report for child in children for report in child.reports()]
+        with Company() as company:
+            actors = [company.start("store", "crash", seed, server.dsn) for seed in range(2)]
+            for actor in actors:
+                actor.go()
+            for _ in range(crashes):
+                for actor in actors:
+                    for _ in range(20):
+                        actor.until("put")
+                server.stop("immediate")
+                for actor in actors:
+                    actor.until("away")
+                server.start()
+            for actor in actors:
+                for _ in range(20):
+                    actor.until("put")
+                actor.process.kill()
+                actor.rest()
+        reports = [report for actor in actors for report in actor.reports]
 
         async def check() -> None:
             storage = PostgresStorage(server.dsn, "crash")
             async with ReplayBuffer(storage=storage, lease_s=LEASE_S) as buffer:
                 found = {record.uid for record in await buffer.query({})}
                 acknowledged = {report["put"] for report in reports if "put" in report}
-                assert len(acknowledged) > 50
                 assert acknowledged <= found
-                assert any("away" in report for report in reports)
                 unknown = len(found) - len(acknowledged)
                 assert unknown <= 2 * (crashes + 1), "at most one put of each child was under way at each crash"
                 assert not await storage.verify()
 
         asyncio.run(check())
     finally:
-        for child in children:
-            child.kill()
-            child.process.wait()
         server.end()
 
 

@@ -6,7 +6,6 @@ import asyncio
 import multiprocessing
 import os
 import sqlite3
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -31,6 +30,7 @@ from forebay import (
 )
 from forebay.storage.sqlite import SQLiteStorage, place
 from forebay.testing import make_group
+from tests.processes import HANG_S, finished
 from tests.support import closed_ledger, draw
 
 
@@ -108,9 +108,7 @@ async def test_a_second_process_is_refused_and_told_who_writes(buffer: ReplayBuf
         "import asyncio, sys; from forebay import ReplayBuffer; from forebay.storage.sqlite import SQLiteStorage\n"
         "asyncio.run(ReplayBuffer(storage=SQLiteStorage(sys.argv[1])).ledger())"
     )
-    second = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
-    )
+    second = await asyncio.to_thread(finished, "-c", code, path)
     assert second.returncode != 0
     assert f"StorageInUse: {path} is open for writing by process {os.getpid()} on " in second.stderr
     with pytest.raises(StorageInUse):
@@ -185,7 +183,7 @@ async def test_g07_a_damaged_payload_costs_its_group_and_nothing_else(buffer: Re
     connection.close()
     again = ReplayBuffer(storage=SQLiteStorage(path))
     assert await again.read(2) is None
-    async with again.lease_batch({"math": 2}, train_step=1, timeout_s=5) as lease:
+    async with again.lease_batch({"math": 2}, train_step=1, timeout_s=HANG_S) as lease:
         assert [group[0].group_id for group in lease.groups] == [0, 3]
     assert await closed_ledger(again) == {"issued": 4, "trained": 2, "failed": 2}
     assert await again.reasons() == {"math": {"its payload was damaged on disk": 2}}

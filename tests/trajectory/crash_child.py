@@ -1,11 +1,9 @@
-"""The process that gets killed while it adds, samples and saves trajectories; and what trajectories of tests hold.
+"""The process that kills itself while it adds, samples and saves trajectories; and what trajectories of tests hold.
 
 The content of a trajectory is a function of its key, which is the id that it gets: `check_batch` and
 `check_trajectory` say whether what came out is what went in, bit for bit.
 
-Starting Python costs more than everything else, so a warm process forks a child for each life. On standard input it
-gets lines of a directory, a seed and what is retained; on standard output it says `pid <n>`, and `dead <status>` when
-that child ended. The child writes `try <first> <last>` before it adds, `did <first> <last>` once that is acknowledged,
+The process writes `try <first> <last>` before it adds, `did <first> <last>` once that is acknowledged, `durable <id>`,
 and `saved <next id>` after a checkpoint.
 """
 
@@ -13,14 +11,15 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import threading
+import traceback
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from forebay.trajectory import Trajectory, TrajectoryReplayBuffer
+from tests.doom import Doom
 
 IMAGE_BYTES = 520  # a file of its own
 
@@ -108,12 +107,17 @@ def _compare(expected: dict[str, np.ndarray[Any, Any]], found: Any) -> None:
 # --- the child ----------------------------------------------------------------------------------------
 
 
-def report(word: str, *numbers: int) -> None:
-    os.write(1, f"{word} {' '.join(map(str, numbers))}\n".encode())
+def main(directory: str, seed: str, retain: str, events: str, calls: str) -> None:
+    work(Path(directory), int(seed), "all" if retain == "all" else "window", Doom(int(events), int(calls)))
 
 
-def work(directory: Path, seed: int, retain: Literal["all", "window"]) -> None:
-    """Add for ever; some of it durable, with checkpoints in between, while another thread samples."""
+def work(directory: Path, seed: int, retain: Literal["all", "window"], doom: Doom) -> None:
+    """Add until the doom; some of it durable, with checkpoints in between, while another thread samples."""
+
+    def report(word: str, *numbers: int) -> None:
+        os.write(1, f"{word} {' '.join(map(str, numbers))}\n".encode())
+        doom.event()
+
     chance = random.Random(seed)
     buffer = Buffer(
         seed=seed,
@@ -150,24 +154,6 @@ def _sample(buffer: Buffer) -> None:
         if len(buffer):
             try:
                 check_batch(buffer.sample(64))
-            except BaseException as error:
-                report(f"error {type(error).__name__} {error}".replace("\n", " "))
+            except BaseException:
+                traceback.print_exc()
                 os._exit(3)
-
-
-def main() -> None:
-    for line in sys.stdin:
-        directory, seed, retain = line.rsplit(" ", 2)
-        pid = os.fork()
-        if not pid:
-            try:
-                work(Path(directory), int(seed), "all" if retain.strip() == "all" else "window")
-            except BaseException as error:
-                report(f"error {type(error).__name__} {error}".replace("\n", " "))
-                os._exit(2)
-        report("pid", pid)
-        report("dead", os.waitpid(pid, 0)[1])
-
-
-if __name__ == "__main__":
-    main()

@@ -247,7 +247,6 @@ def test_a_trajectory_is_found_by_its_id_and_rank(tmp_path: Path) -> None:
 
 
 def test_there_and_back_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("torch")
     monkeypatch.setattr(Spool, "segment_bytes", 1000)
     write_ranks(tmp_path / "ranks", [6, 5], kinds=("checkpoint", "store"))
     before = snapshot(tmp_path / "ranks")
@@ -266,7 +265,6 @@ def test_there_and_back_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_epochs_survive_the_way_there_and_back(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     write(tmp_path / "source", [make(1, 4, dones=np.zeros((6, 2), bool), next_obs={}), make(2, 4, next_obs={})])
     export_directory(tmp_path / "source", tmp_path / "rlinf")
     import_directory(tmp_path / "rlinf", tmp_path / "back")
@@ -276,7 +274,6 @@ def test_epochs_survive_the_way_there_and_back(tmp_path: Path) -> None:
 
 
 def test_a_range_of_ids_is_exported_and_keeps_them(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     write(tmp_path / "source", [make(tag) for tag in range(8)])
     assert export_directory(tmp_path / "source", tmp_path / "some", first_id=2, end_id=5).trajectories == 3
     import_directory(tmp_path / "some", tmp_path / "back")
@@ -287,7 +284,6 @@ def test_a_range_of_ids_is_exported_and_keeps_them(tmp_path: Path) -> None:
 
 
 def test_ranks_of_rlinf_are_imported_together(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     for rank in (0, 1, 2, 10):
         source = write(tmp_path / "source", [make(100 * rank + k) for k in range(2)], rank=rank)
         export_directory(source, tmp_path / "rlinf" / f"rank_{rank}")
@@ -301,7 +297,8 @@ def test_ranks_of_rlinf_are_imported_together(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_imported_leaves_nothing(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     write(tmp_path / "source", [make(tag) for tag in range(3)])
     export_directory(tmp_path / "source", tmp_path / "rlinf")
     last = next((tmp_path / "rlinf").glob("trajectory_2_*.pt"))
@@ -326,7 +323,6 @@ def test_what_cannot_be_imported_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_damaged_trajectory_is_not_exported(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     directory = write(tmp_path / "source", [make(tag) for tag in range(3)])
     path = next(directory.glob("*.col"))
     data = bytearray(path.read_bytes())

@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,8 +30,6 @@ from tests.trajectory.tagged import (
     plain,
     to_torch,
 )
-
-torch = pytest.importorskip("torch")
 
 SEEDS = st.integers(0, 2**32 - 1)
 

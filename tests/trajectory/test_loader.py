@@ -9,18 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, WaitTimeout
-from forebay.trajectory import MixedReplay, TrajectoryReplayBuffer
-from tests.trajectory.tagged import assert_rows, make
-
-pytest.importorskip("torch")
-
 from torch.utils.data import DataLoader
 
-from forebay.trajectory import TrajectoryDataset
-
-LONG_S = 60.0
+from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, WaitTimeout
+from forebay.trajectory import MixedReplay, TrajectoryDataset, TrajectoryReplayBuffer
+from tests.processes import HANG_S
+from tests.trajectory.tagged import assert_rows, make
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +24,7 @@ def _no_thread_is_left_behind() -> Iterator[None]:
     gc.collect()
     for thread in set(threading.enumerate()) - before:
         if thread.name == "forebay-prefetch":
-            thread.join(LONG_S)
+            thread.join(HANG_S)
             assert not thread.is_alive()
 
 
@@ -57,12 +51,12 @@ class Counted:
     def wait_ready(self, min_transitions: int = 1, timeout_s: float | None = None) -> None:
         self.waits += 1
         self.waiting.set()
-        assert self.ready.wait(LONG_S)
+        assert self.ready.wait(HANG_S)
 
     def settle(self, count: int) -> None:
         """Until so many were drawn; and no more than that."""
         while self.drawn < count:
-            assert self.each.acquire(timeout=LONG_S)
+            assert self.each.acquire(timeout=HANG_S)
         while self.each.acquire(blocking=False):
             pass
         assert not self.each.acquire(timeout=0.05)
@@ -81,7 +75,7 @@ def soon(batches: Iterator[Any]) -> Any:
 
     thread = threading.Thread(target=take, daemon=True)
     thread.start()
-    thread.join(LONG_S)
+    thread.join(HANG_S)
     assert got, "nothing ever came"
     if isinstance(got[0], BaseException):
         raise got[0]
@@ -169,7 +163,7 @@ def test_nothing_is_drawn_before_there_is_enough() -> None:
         buffer.add_trajectories([small(5)])
         assert got == []
         buffer.add_trajectories([small(4)])
-        consumer.join(LONG_S)
+        consumer.join(HANG_S)
         assert len(got[0]["step"]) == 4
 
 
@@ -177,7 +171,7 @@ def test_the_wait_is_one_wait() -> None:
     """Not a loop that asks again and again."""
     source = Counted(ready=False)
     batches = iter(TrajectoryDataset(source, 1))
-    assert source.waiting.wait(LONG_S)
+    assert source.waiting.wait(HANG_S)
     assert (source.waits, source.drawn) == (1, 0)
     source.ready.set()
     assert next(batches)["number"] == 1
@@ -200,7 +194,7 @@ def test_closing_ends_the_thread_and_the_iteration() -> None:
     assert next(batches)["number"] == 1
     batches.close()
     batches.close()
-    thread.join(LONG_S)
+    thread.join(HANG_S)
     assert not thread.is_alive()
     with pytest.raises(StopIteration):
         next(batches)
@@ -216,9 +210,9 @@ def test_closing_wakes_who_waits_for_a_batch() -> None:
 
     consumer = threading.Thread(target=consume)
     consumer.start()
-    assert source.waiting.wait(LONG_S)
+    assert source.waiting.wait(HANG_S)
     batches.close()
-    consumer.join(LONG_S)
+    consumer.join(HANG_S)
     assert ended == [[]]
     source.ready.set()
 
@@ -228,7 +222,7 @@ def test_closing_before_the_first_batch_is_fine() -> None:
     batches: Any = iter(TrajectoryDataset(source, 1))
     batches.close()
     source.ready.set()
-    batches._thread.join(LONG_S)
+    batches._thread.join(HANG_S)
     assert source.drawn == 0
 
 
@@ -238,7 +232,7 @@ def test_dropping_the_iterator_ends_its_thread() -> None:
     thread = batches._thread
     next(batches)
     del batches
-    thread.join(LONG_S)
+    thread.join(HANG_S)
     assert not thread.is_alive()
     loader = iter(DataLoader(TrajectoryDataset(source, 1), batch_size=None))
     next(loader)
@@ -246,7 +240,7 @@ def test_dropping_the_iterator_ends_its_thread() -> None:
     assert len(threads) == 1
     del loader
     gc.collect()
-    threads[0].join(LONG_S)
+    threads[0].join(HANG_S)
     assert not threads[0].is_alive()
 
 

@@ -303,8 +303,20 @@ def _case(machine: type[Machine], examples: int) -> type[unittest.TestCase]:
     return case
 
 
-TestInMemory = _case(Machine, 50)
-TestInADirectory = _case(StoredMachine, 40)
+TestInMemory = _case(Machine, 25)
+TestInADirectory = _case(StoredMachine, 20)
+
+
+class LongMachine(Machine):
+    """For `make test-slow`."""
+
+
+class LongStoredMachine(StoredMachine):
+    """For `make test-slow`."""
+
+
+TestInMemoryForLong = pytest.mark.slow(_case(LongMachine, 500))
+TestInADirectoryForLong = pytest.mark.slow(_case(LongStoredMachine, 500))
 
 
 @settings(max_examples=100, deadline=None)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.errors import InvalidConfig, InvalidInput, WaitTimeout
 from forebay.trajectory import MixedReplay, TrajectoryReplayBuffer
 from tests.trajectory.tagged import Made, assert_rows, flat, make, nested, plain
-
-torch = pytest.importorskip("torch")
 
 
 def filled(*made: Made, **options: Any) -> TrajectoryReplayBuffer:
@@ -213,13 +211,24 @@ def test_the_wait_for_all_has_one_time_limit() -> None:
     """It used to be one for each of them."""
     buffers = [TrajectoryReplayBuffer() for _ in range(3)]
     mix = MixedReplay(dict.fromkeys(buffers, 1.0))
-    start = time.monotonic()
+    now, limits = 100.0, []
+
+    def wait(min_transitions: int, timeout_s: float) -> None:
+        nonlocal now
+        now += 4
+        limits.append(timeout_s)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forebay.trajectory.mixed.time.monotonic", lambda: now)
+        for buffer in buffers:
+            patch.setattr(buffer, "wait_ready", wait)
+        mix.wait_ready(5, timeout_s=6)
+    assert limits == [6, 2, 0]
     with pytest.raises(WaitTimeout, match="0 trajectories"):
-        mix.wait_ready(5, timeout_s=0.05)
+        mix.wait_ready(5, timeout_s=0)
     for buffer in buffers[:2]:
         buffer.add_trajectories([{"rewards": np.ones((4, 2))}])
     with pytest.raises(WaitTimeout):
         mix.wait_ready(5, timeout_s=0)
     buffers[2].add_trajectories([{"rewards": np.ones((4, 2))}])
     mix.wait_ready(5, timeout_s=0)
-    assert time.monotonic() - start < 30

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 from forebay.trajectory import Trajectory, TrajectoryReplayBuffer
+from tests.processes import HANG_S, started
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -83,7 +83,7 @@ def collecting(
     with TrajectoryReplayBuffer(arrays="torch") as buffer:
         actor = copy.deepcopy(learner.actor)
         with Collector(buffer, environments, actor, window_steps=window_steps, warm_up=warm_up, seed=0) as collector:
-            buffer.wait_ready(warm_up, timeout_s=60)
+            buffer.wait_ready(warm_up, timeout_s=HANG_S)
             yield buffer, collector, learner
 
 
@@ -337,16 +337,12 @@ def test_settings_under_which_a_wait_would_never_end_are_refused() -> None:
 
 
 def test_ctrl_c_leaves_a_checkpoint_that_can_be_resumed(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "offpolicy.run", "--steps", "1000000", "--out", str(tmp_path / "run")]
-    command += ["--report-every", "200"]
-    child = subprocess.Popen(command, cwd=ROOT / "examples", text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
+    command = ["-m", "offpolicy.run", "--steps", "1000000", "--out", tmp_path / "run", "--report-every", "200"]
+    with started(*command, cwd=ROOT / "examples") as child:
         assert child.stdout is not None
         assert "env steps   1200" in child.stdout.readline()
         child.send_signal(signal.SIGINT)
-        output, errors = child.communicate(timeout=60)
-    finally:
-        child.kill()
+        output, errors = child.communicate()
     assert (child.returncode, errors) == (0, "")
     assert "mean return" in output
     assert Checkpoints(tmp_path / "run").latest() is not None

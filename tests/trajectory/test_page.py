@@ -21,6 +21,7 @@ from forebay import InvalidInput, InvalidTrajectory
 from forebay.trajectory.data import Trajectory
 from forebay.trajectory.page import trajectory_page
 from forebay.trajectory.png import png
+from tests.processes import HANG_S
 
 HOSTILE = (
     "</script><script>window.stolen = 1</script><img src=x onerror=stolen()>'\"&lt;<!--<script>-->\u2028\\u003c\0\ud800"
@@ -313,8 +314,9 @@ def test_whole_numbers_that_no_browser_holds_are_text() -> None:
 
 
 def test_bfloat16_is_shown_as_numbers() -> None:
-    torch = pytest.importorskip("torch")
-    ml_dtypes = pytest.importorskip("ml_dtypes")
+    import ml_dtypes
+    import torch
+
     values = np.array([[1.5], [-0.25], [3.0], [np.nan]], np.float32)
     for given in (torch.from_numpy(values).to(torch.bfloat16), values.astype(ml_dtypes.bfloat16)):
         page = shown(simple(4, 1, actions=given))
@@ -323,7 +325,8 @@ def test_bfloat16_is_shown_as_numbers() -> None:
 
 
 def test_tensors_are_shown_as_arrays_are() -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     trajectory = simple(4, 2, actions=np.ones((4, 2, 3), np.float32), curr_obs={"cam": pictures(4, 2, 8, 8, 3)})
     tensors = Trajectory(
         rewards=torch.from_numpy(trajectory.rewards),
@@ -541,13 +544,14 @@ def test_every_control_has_a_name() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.platform("a browser")
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a browser")
 def test_a_browser_runs_the_page_without_an_error(tmp_path: Path) -> None:
     (tmp_path / "page.html").write_text(with_names(HOSTILE), "utf-8")
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--enable-logging=stderr"]
     command += ["--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--virtual-time-budget=2000", "--dump-dom", f"{(tmp_path / 'page.html').as_uri()}#step=1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert "CONSOLE" not in done.stderr
     assert "step 1 of 0–1</output>" in done.stdout
     assert done.stdout.count('src="data:image/png;base64,') > 2

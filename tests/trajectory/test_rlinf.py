@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from forebay.errors import CheckpointError, DamagedData, InvalidInput, InvalidTrajectory
 from forebay.files import FileOps
 from forebay.trajectory import rlinf
 from forebay.trajectory.data import Trajectory, aligned
 from forebay.trajectory.rlinf import export_rlinf, find_rlinf, open_rlinf
-
-torch = pytest.importorskip("torch")
 
 ZEROS_ID = str(uuid.uuid5(uuid.NAMESPACE_DNS, "00000000"))
 
@@ -522,7 +521,8 @@ def test_an_export_of_nothing_is_a_directory_of_nothing(tmp_path: Path) -> None:
 
 
 def test_numpy_arrays_are_exported_whatever_their_memory_is_like(tmp_path: Path) -> None:
-    ml_dtypes = pytest.importorskip("ml_dtypes")
+    import ml_dtypes
+
     large = np.arange(4000, dtype=np.float32).reshape(10, 20, 20)
     frozen = np.ones((4, 2, 3), np.int16)
     frozen.setflags(write=False)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forebay.trajectory.data import Trajectory, aligned, dotted
 from forebay.trajectory.rlinf import export_rlinf, open_rlinf
+from tests.processes import finished
 
-torch = pytest.importorskip("torch")
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.platform("a copy of RLinf")]
 
 BENCH = Path(__file__).parent.parent.parent / "bench"
 RLINF = """
@@ -34,14 +32,8 @@ def run_rlinf(program: str, given: list[dict[str, Any]], scratch: Path) -> Any:
     """Run a program with RLinf's classes in a process of its own; what it called `result` comes back."""
     torch.save(given, scratch / "given.pt")
     program = f"{RLINF}\n{program}\ntorch.save(result, sys.argv[2])\n"
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(scratch / "given.pt"), str(scratch / "result.pt"), str(scratch)],
-        env=os.environ | {"PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment = os.environ | {"PYTHONPATH": str(BENCH), "OMP_NUM_THREADS": "1"}
+    done = finished("-c", program, scratch / "given.pt", scratch / "result.pt", scratch, env=environment)
     if done.stderr.startswith("unavailable: "):
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr

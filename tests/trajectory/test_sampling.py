@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import mmap
 import random
-import subprocess
-import sys
 import threading
 import weakref
 from collections import Counter
@@ -16,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +23,7 @@ from forebay.files import FileOps
 from forebay.trajectory import MixedReplay, TrajectoryReplayBuffer
 from forebay.trajectory.pool import BlockPool
 from forebay.trajectory.schema import Layout
+from tests.processes import HANG_S, finished
 from tests.trajectory.tagged import (
     Made,
     assert_rows,
@@ -36,8 +36,6 @@ from tests.trajectory.tagged import (
     runs_of,
     to_torch,
 )
-
-torch = pytest.importorskip("torch")
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -431,7 +429,8 @@ with TrajectoryReplayBuffer(seed=5, rank=2) as buffer:
     except ValueError as error:
         print(error)
 """
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    found = finished("-c", program)
+    assert found.returncode == 0, found.stderr
     with TrajectoryReplayBuffer(seed=5, rank=2) as buffer:
         buffer.add_trajectories([{"rewards": np.zeros((30, 2)), "curr_obs": {"x": ["a", "b"]}}])
         batch = buffer.sample(20)
@@ -654,7 +653,7 @@ def test_waiting_ends_when_enough_was_added() -> None:
             buffer.add_trajectories([small(0, 4, 1)])
             assert thread.is_alive()
         buffer.add_trajectories([small(0, 4, 1)])
-        thread.join(20)
+        thread.join(HANG_S)
         assert result == [None]
         buffer.wait_ready(12, timeout_s=0)
         buffer.wait_ready(0)
@@ -679,9 +678,9 @@ def test_waiting_for_what_was_added_goes_on_when_the_window_is_full() -> None:
     with TrajectoryReplayBuffer(sample_window_size=2) as buffer:
         buffer.add_trajectories([small(number) for number in range(3)])
         buffer.wait_added(3, timeout_s=0)
-        thread, result = in_thread(lambda: buffer.wait_added(5, timeout_s=20))
+        thread, result = in_thread(lambda: buffer.wait_added(5, timeout_s=HANG_S))
         buffer.add_trajectories([small(number) for number in range(2)])
-        thread.join(20)
+        thread.join(HANG_S)
         assert result == [None]
         with pytest.raises(WaitTimeout, match=r"6 trajectories added.*\n.*and is full; 5 trajectories"):
             buffer.wait_added(6, timeout_s=0)
@@ -696,7 +695,7 @@ def test_a_learner_can_be_paced_by_what_was_added() -> None:
         buffer.add_trajectories([small(steps=3)])
         assert thread.is_alive()
         buffer.add_trajectories([small(steps=3)])
-        thread.join(20)
+        thread.join(HANG_S)
         assert result == [None]
         with pytest.raises(WaitTimeout, match=r"8 trajectories added in all.*\n.*7 trajectories were added"):
             buffer.wait_added(8, timeout_s=0)
@@ -709,7 +708,7 @@ def test_closing_ends_a_wait(wait: str) -> None:
     buffer = TrajectoryReplayBuffer()
     thread, result = in_thread(lambda: getattr(buffer, wait)(1))
     buffer.close()
-    thread.join(20)
+    thread.join(HANG_S)
     assert isinstance(result[0], BufferClosed)
 
 
@@ -927,7 +926,7 @@ def test_a_batch_that_is_held_is_never_overwritten(arrays: Any) -> None:
             piece = leaves[k % len(leaves)][1:][::2]
             kept = {0: batch["curr_obs"], 1: {"x": piece}, 2: {"x": piece[:, None]}}[k % 3]
             if k % 7 == 0:
-                kept = {"x": torch.from_dlpack(batch["rewards"])}
+                kept = {"x": torch.utils.dlpack.from_dlpack(batch["rewards"])}
             held.append((kept, {name: plain(leaf).copy() for name, leaf in flat(kept).items()}))
             del batch, leaves, piece, kept
             if k % 4 == 3:
@@ -975,7 +974,7 @@ class Stuck(FileOps):
         self.go = threading.Event()
 
     def sync(self, descriptor: int) -> None:
-        self.go.wait(60)
+        self.go.wait(HANG_S)
         super().sync(descriptor)
 
 

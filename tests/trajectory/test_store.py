@@ -7,11 +7,9 @@ import gc
 import logging
 import os
 import shutil
-import signal
 import socket
 import sqlite3
 import subprocess
-import sys
 import tempfile
 import threading
 import weakref
@@ -33,6 +31,7 @@ from forebay.trajectory.segments import file_names
 from forebay.trajectory.space import Space
 from forebay.trajectory.store import Store
 from tests.failing_files import Failing
+from tests.processes import HANG_S, finished, started
 from tests.trajectory.crash_child import Buffer, check_batch, check_trajectory, make
 
 ROOT = Path(__file__).parent.parent.parent
@@ -97,20 +96,15 @@ def settle(buffer: Buffer) -> None:
     assert writer is not None
     with buffer._changed:
         while not writer.idle and writer.error is None:
-            assert buffer._changed.wait(60)
+            assert buffer._changed.wait(HANG_S)
+
+
+PROGRAM = "import sys\nfrom tests.trajectory.test_store import *"
 
 
 def apart(code: str, *arguments: object) -> str:
     """Run it in a process of its own, which may crash."""
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", f"from tests.trajectory.test_store import *\n{code}"]
-        + [str(argument) for argument in arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = finished("-X", "faulthandler", "-c", f"{PROGRAM}\n{code}", *arguments)
     assert done.returncode == 0, f"{done.returncode}: {done.stderr[-3000:]}"
     return done.stdout
 
@@ -329,20 +323,19 @@ def test_memory_that_grows_stays_out_of_files_that_are_mapped(tmp_path: Path) ->
 def test_everything_at_once_from_threads(tmp_path: Path) -> None:
     """No error, no torn row, no crash: with segments and windows so small that everything happens all the time."""
     for segment_bytes, window, cache in ((1, 6, 0), (15_000, 20, 5)):
-        counts = apart(STRESS, tmp_path / "root", segment_bytes, window, cache, 2.0).split()
-        assert all(int(count) > 5 for count in counts), counts
+        apart(STRESS, tmp_path / "root", segment_bytes, window, cache, 20)
 
 
 @pytest.mark.slow
-def test_everything_at_once_from_threads_for_a_minute(tmp_path: Path) -> None:
+def test_everything_at_once_from_threads_for_long(tmp_path: Path) -> None:
     for segment_bytes, window, cache in ((1, 6, 0), (15_000, 20, 5), (4_000, 0, 2), (10**6, 30, 100)):
-        apart(STRESS, tmp_path / "root", segment_bytes, window, cache, 15.0)
+        apart(STRESS, tmp_path / "root", segment_bytes, window, cache, 500)
 
 
 STRESS = """
 import itertools, random
 from forebay.errors import InvalidInput
-root, segment, window, cache, seconds = Path(sys.argv[1]), *map(int, sys.argv[2:5]), float(sys.argv[5])
+root, segment, window, cache, turns = Path(sys.argv[1]), *map(int, sys.argv[2:])
 class Tiny(Buffer):
     _segment_bytes = segment
 limits = {"max_transitions": 40} if not window else {"retain": "window"}
@@ -395,7 +388,8 @@ works = (add, add, sample, sample, read, change)
 threads = [threading.Thread(target=forever, args=(work, seed)) for seed, work in enumerate(works)]
 for thread in threads:
     thread.start()
-ended.wait(seconds)
+while not ended.wait(0.01) and min(counts.get(work, 0) for work in works) < turns:
+    pass
 ended.set()
 for thread in threads:
     thread.join()
@@ -404,7 +398,6 @@ if failed:
 buffer._check()
 buffer.close()
 shutil.rmtree(root)
-print(*counts.values())
 """
 
 
@@ -434,8 +427,9 @@ def test_g07_trajectories_survive_an_unclean_stop(tmp_path: Path, session: str) 
 
 
 @pytest.mark.usefixtures("_quiet")
-def test_g07_a_torn_tail_costs_the_torn_trajectories_only(tmp_path: Path) -> None:
-    """Every length of every column file, over its last 4 KB."""
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_g07_a_torn_tail_costs_the_torn_trajectories_only(tmp_path: Path, stride: int) -> None:
+    """Every length of every column file, over its last 4 KB; in the quick run every seventh and those at an end."""
     with opened(tmp_path / "a", Large) as buffer:
         for key in range(19):
             buffer.add_trajectories([make(key)])
@@ -458,14 +452,16 @@ def test_g07_a_torn_tail_costs_the_torn_trajectories_only(tmp_path: Path) -> Non
         else:
             ends = (rows["first_observation"] + rows["observations"]) * strip.row_bytes
         assert ends.max() == len(data)
-        torn = set()
+        edges, torn = set(ends.tolist()), set()
         for size in range(len(data) - 1, max(len(data) - 4096, 0) - 1, -1):
+            if size % stride and not {size, size + 1} & edges:
+                continue
             os.truncate(path, size)
             whole = np.flatnonzero(ends <= size).tolist()
             found, _ = store.load(space)
             assert found.rows["id"].tolist() == whole, f"{name} cut off after {size} bytes"
             torn.add(19 - len(whole))
-            if size % 397 == 0 or size == len(data) - 1:
+            if size % 397 < stride or size == len(data) - 1:
                 with reading(tmp_path / "b") as buffer:
                     check_all(buffer, whole)
                     assert buffer.get_stats()["left_out_damaged"] == 19 - len(whole)
@@ -750,23 +746,14 @@ def test_g07_rows_are_on_disk_before_their_trajectories_are_listed(
 def test_a_second_writer_of_trajectories_is_told_who_has_them(tmp_path: Path) -> None:
     code = "buffer = opened(Path(sys.argv[1]))\nbuffer.add_trajectories([make(0)], durable=True)\n"
     code += "print('open', flush=True)\ninput()"
-    child = subprocess.Popen(
-        [sys.executable, "-c", f"from tests.trajectory.test_store import *\n{code}", str(tmp_path)],
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    try:
+    with started("-c", f"{PROGRAM}\n{code}", tmp_path) as child:
         assert child.stdout is not None
-        assert child.stdout.readline() == b"open\n"
+        assert child.stdout.readline() == "open\n"
         with pytest.raises(StorageInUse) as refused:
             opened(tmp_path)
         assert f"process {child.pid} on {socket.gethostname()}" in str(refused.value)
         with reading(tmp_path) as buffer:
             check_all(buffer, [0])
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
     with opened(tmp_path) as buffer:
         check_all(buffer, [0])
         with pytest.raises(StorageInUse, match=f"process {os.getpid()} on"):
@@ -989,7 +976,7 @@ def test_a_reader_in_the_middle_of_a_batch_keeps_what_it_draws(tmp_path: Path, m
     def slow_fill(self: Gatherer, *arguments: Any) -> None:
         if threading.current_thread() is reader:
             drawn.set()
-            assert go_on.wait(60)
+            assert go_on.wait(HANG_S)
         fill(self, *arguments)
 
     monkeypatch.setattr(Gatherer, "fill", slow_fill)
@@ -1000,7 +987,7 @@ def test_a_reader_in_the_middle_of_a_batch_keeps_what_it_draws(tmp_path: Path, m
         old = column_files(tmp_path / "rank_0")
         reader = threading.Thread(target=lambda: batches.append(buffer.sample(500)))
         reader.start()
-        assert drawn.wait(60)
+        assert drawn.wait(HANG_S)
         for key in range(4, 40):
             buffer.add_trajectories([make(key)])
         settle(buffer)
@@ -1168,7 +1155,7 @@ class Gate(FileOps):
     def write(self, descriptor: int, parts: Sequence[Any]) -> None:
         self.asked.set()
         self.peaks.append(self.pending())
-        assert self.may_write.wait(60)
+        assert self.may_write.wait(HANG_S)
         if self.fails:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         super().write(descriptor, parts)
@@ -1215,7 +1202,7 @@ def test_add_waits_for_the_disk_once_max_pending_bytes_wait(tmp_path: Path) -> N
         check_batch(buffer.sample(50))
         assert len(buffer) == 1, "all or none"
         gate.may_write.set()
-        thread.join(60)
+        thread.join(HANG_S)
         assert outcome == [[1, 2, 3]]
         # More than there is ever room for goes alone.
         assert len(buffer.add_trajectories([make(key) for key in range(4, 40)])) == 36
@@ -1257,7 +1244,7 @@ def test_an_error_of_the_disk_reaches_an_add_that_waits(tmp_path: Path) -> None:
         gate.fails = True
         gate.may_write.set()
         for thread in threads:
-            thread.join(60)
+            thread.join(HANG_S)
         assert [type(error) for error in outcome] == [StorageError] * 2
         assert all(os.strerror(errno.ENOSPC) in str(error) for error in outcome)
         check_all(buffer, [0])
@@ -1269,9 +1256,9 @@ def test_closing_ends_an_add_that_waits_and_writes_what_was_added(tmp_path: Path
         outcome: list[Any] = []
         waiting = _blocked(lambda: buffer.add_trajectories([make(1)]), outcome)
         closing = _blocked(buffer.close, [])
-        waiting.join(60)
+        waiting.join(HANG_S)
         assert [type(error) for error in outcome] == [BufferClosed]
         gate.may_write.set()
-        closing.join(60)
+        closing.join(HANG_S)
     with opened(tmp_path) as buffer:
         check_all(buffer, [0])

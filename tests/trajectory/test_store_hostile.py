@@ -13,7 +13,6 @@ import resource
 import shutil
 import sqlite3
 import struct
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -25,6 +24,7 @@ import pytest
 
 from forebay.errors import DamagedData, ForebayError, InvalidInput
 from forebay.trajectory import TrajectoryReplayBuffer
+from tests.processes import finished
 from tests.trajectory.crash_child import Buffer, check_batch, make
 
 ROOT = Path(__file__).parent.parent.parent
@@ -124,14 +124,7 @@ def examined(template: Path, root: Path, cases: dict[str, Harm]) -> dict[str, di
             harm(directory, connection)
         finally:
             connection.close()
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-m", "tests.trajectory.test_store_hostile", str(root)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = finished("-X", "faulthandler", "-m", "tests.trajectory.test_store_hostile", root)
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, f"{lines[-1:]}: {done.returncode} {done.stderr[-3000:]}"
     assert lines[-1]["peak"] < MEMORY_BYTES // 2

@@ -6,9 +6,6 @@ import json
 import logging
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,6 +17,7 @@ from click.testing import CliRunner, Result
 from forebay import FIFOReplayPolicy, MemoryStorage, ReplayBuffer
 from forebay.cli import main
 from forebay.trajectory import TrajectoryReplayBuffer
+from tests.processes import finished, started
 from tests.trajectory.directories import make, snapshot, tags, write, write_ranks
 
 
@@ -81,8 +79,7 @@ def test_sample_tells_keys_shapes_dtypes_and_speed(ranks: Path) -> None:
 
 def test_sample_works_without_torch(ranks: Path) -> None:
     code = "import sys; sys.modules['torch'] = None\nfrom forebay.cli import main; main()"
-    command = [sys.executable, "-c", code, "trajectories", "sample", str(ranks), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = finished("-c", code, "trajectories", "sample", ranks, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["keys"]["rewards"] == {"shape": [1024], "dtype": "float32"}
 
@@ -182,7 +179,6 @@ def test_split_leaves_both_sides_complete(ranks: Path, tmp_path: Path) -> None:
 
 
 def test_import_and_export(ranks: Path, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     before = snapshot(tmp_path)
     for command in ("export", "import"):
         result = run(command, ranks, "--save-path", tmp_path / "rlinf", "--dry-run")
@@ -232,7 +228,6 @@ def test_wrong_arguments_are_usage_errors(line: str) -> None:
 
 
 def test_an_existing_target_and_a_missing_source_are_refused(ranks: Path, tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     (tmp_path / "there").mkdir()
     before = snapshot(tmp_path)
     for line in ("merge --source-path", "split --split-count 1 --source-path", "import", "export"):
@@ -293,26 +288,22 @@ def test_an_interrupt_ends_with_130(ranks: Path, tmp_path: Path, monkeypatch: py
 
 def test_ctrl_c_in_the_middle_of_a_merge(ranks: Path, tmp_path: Path) -> None:
     code = """
-import sys, time
+import threading
 import forebay.trajectory.tools as tools
-checked = tools._check_result
 def slow(*arguments):
     print("checking", flush=True)
-    time.sleep(30)
-    checked(*arguments)
+    threading.Event().wait()
 tools._check_result = slow
 from forebay.cli import main
 main()
 """
     before = snapshot(tmp_path)
-    arguments = ["trajectories", "merge", *map(str, paths(ranks, tmp_path / "out"))]
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"checking\n"
-    time.sleep(0.05)  # until it sleeps, or not: either way it is interrupted
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (130, b"forebay: interrupted\n")
+    with started("-c", code, "trajectories", "merge", *paths(ranks, tmp_path / "out")) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "checking\n"
+        child.send_signal(signal.SIGINT)
+        _, errors = child.communicate()
+    assert (child.returncode, errors) == (130, "forebay: interrupted\n")
     assert snapshot(tmp_path) == before
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ranks"]
 

@@ -13,6 +13,7 @@ import os
 import threading
 import uuid
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -34,7 +35,7 @@ from forebay.ray.actor import NAMESPACE, actor_name
 from forebay.ray.wire import Answer, Hello, PackedFrames, Parcel
 from forebay.threads import in_thread
 
-__all__ = ["Link", "Reply", "check_cluster", "find_host"]
+__all__ = ["Link", "Reply", "check_cluster", "find_host", "heard"]
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,12 @@ def check_cluster() -> None:
         raise NoCluster(
             "this process has not joined a Ray cluster; call ray.init(address=...) first, or ray.init() for a local one"
         )
+
+
+def heard(beats: Sequence[Any], timeout_s: float) -> None:
+    """Wait for the answers to heartbeats; raises the error of one that failed, or that was not answered in time."""
+    ray.wait(list(beats), num_returns=len(beats), timeout=timeout_s)
+    ray.get(list(beats), timeout=0)
 
 
 def find_host(name: str, shard: int = 0) -> Any:
@@ -251,12 +258,12 @@ class Link:
             raise wire.error_of(answer.failure)
         return answer
 
-    def beat(self, owner: str, timeout_s: float) -> None:
-        """A sign of life. Blocks for its answer."""
+    def beat(self, owner: str) -> Any:
+        """Send a heartbeat; `heard` waits for its answer."""
         check_cluster()
         with self._guard:
             confirmed = self._confirmed()
-        ray.get(self._actor.beat.remote(owner, self.client, confirmed), timeout=timeout_s)
+        return self._actor.beat.remote(owner, self.client, confirmed)
 
     def confirm(self) -> None:
         """Tell the host which answers it may forget, without waiting."""

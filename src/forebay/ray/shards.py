@@ -29,6 +29,7 @@ from forebay.config import IN_MEMORY, SQLITE_URL
 from forebay.errors import ForebayError, InvalidInput, LostLease, StorageError
 from forebay.ledger import Account, Event, GroupEnd, LedgerLine, Place, Watermark
 from forebay.query import And, Compare, Member, Node
+from forebay.ray.link import heard
 from forebay.ray.operations import UID_BITS
 from forebay.ray.storage import RayStorage
 from forebay.record import Record, Row
@@ -134,14 +135,8 @@ class ShardedStorage(Storage):
         await self._all(lambda shard: shard.close(owner))
 
     def beat(self, owner: str) -> None:
-        failed = None
-        for shard in self._shards:
-            try:
-                shard.beat(owner)
-            except Exception as error:  # one that is away must not cost what is held on the others
-                failed = error
-        if failed is not None:
-            raise failed
+        # All are sent before any answer is waited for: a host that is away must not cost what is held on the others.
+        heard([shard.send_beat(owner) for shard in self._shards], self._shards[0].beat_timeout_s)
 
     async def reap(self) -> Reaped:
         returned: dict[str, int] = {}

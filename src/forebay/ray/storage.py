@@ -19,7 +19,7 @@ from forebay.errors import BufferLost, ForebayError, StorageUnavailable
 from forebay.ledger import Account, Event, GroupEnd, LedgerLine, Watermark
 from forebay.query import Node
 from forebay.ray import references, wire
-from forebay.ray.link import Link, Reply
+from forebay.ray.link import Link, Reply, heard
 from forebay.ray.wire import ArrivalHead, ContentHead, Parcel, RevisionHead, RowHead
 from forebay.record import Record, Row, identify, number_rollouts
 from forebay.references import resolve_group
@@ -73,6 +73,7 @@ class RayStorage(Storage):
         self._not_due: set[str] = set()
         self._group_bytes = 0.0  # of a group, as the last claims brought them
         self._tasks: set[str] = set()
+        self.beat_timeout_s = _BEAT_TIMEOUT_S
 
     def __repr__(self) -> str:
         return f"<RayStorage {self._link.hello.name!r}: {self._buffered} buffered groups>"
@@ -160,6 +161,8 @@ class RayStorage(Storage):
             lease_s,
         )
         objects = [] if settings.choose is None else [settings.choose]
+        if lease_s is not None:
+            self.beat_timeout_s = min(_BEAT_TIMEOUT_S, lease_s / 3)  # a late answer must not delay the next beats
         self._store_id = await self._call("open", args, str | None, changing=True, objects=objects)
 
     async def close(self, owner: str) -> None:
@@ -174,7 +177,11 @@ class RayStorage(Storage):
             log.warning("closed_without_host owner=%s buffer=%s is away", owner, self._link.hello.name)
 
     def beat(self, owner: str) -> None:
-        self._link.beat(owner, _BEAT_TIMEOUT_S)
+        heard([self.send_beat(owner)], self.beat_timeout_s)
+
+    def send_beat(self, owner: str) -> Any:
+        """A heartbeat whose answer the caller waits for, for at most `beat_timeout_s`."""
+        return self._link.beat(owner)
 
     async def reap(self) -> Reaped:
         returned, next_s = await self._call("reap", None, tuple[dict[str, int], float | None], changing=True)
