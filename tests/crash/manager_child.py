@@ -4,7 +4,8 @@ The weights of step n are a file of their own: every group that they were traine
 exact, however the process died. They are written before the plane is saved for them, and the older ones are removed
 after that: the checkpoint of the plane always finds the weights that it names.
 
-Beside them a log: `resumed n` when a life begins, `trained ...` before a batch is acknowledged, `acked n` after it.
+Beside them a log: `resumed n` when a life begins, `trained ...` before a batch is acknowledged, `acked n` after it,
+`outage n` when the engine, the reward service or the storage goes away, for a number of calls.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 from forebay import (
     AgentLoopManager,
@@ -30,7 +32,7 @@ from forebay import (
     StalenessReplayPolicy,
     Task,
 )
-from forebay.errors import EngineError
+from forebay.errors import EngineError, StorageUnavailable
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.simulate import check_ledger
 from tests.doom import Doom
@@ -63,12 +65,57 @@ def fate(task_name: str, group_id: int) -> str:
     return "filtered" if score(task_name, rollouts[0]) < 0.15 else "trained"
 
 
+class Outages:
+    """One part of the world that is away now and then: for some calls, of those that are made of it."""
+
+    def __init__(self, part: str, log: Log) -> None:
+        self.part, self._log = part, log
+        self._calls = self._left = 0
+
+    def check(self, part: str, error: type[Exception]) -> None:
+        """Raise the error if the part is away."""
+        if part != self.part:
+            return
+        self._calls += 1
+        if self._calls % 20 == 0:
+            self._left = 5
+            self._log.write("outage", self._calls)
+        if self._left:
+            self._left -= 1
+            raise error(f"the {part} is away")
+
+
+outages: Outages | None = None
+
+
+def check_part(part: str, error: type[Exception]) -> None:
+    if outages is not None:
+        outages.check(part, error)
+
+
+class AwayStorage(SQLiteStorage):
+    """A storage whose server is away now and then. SQLite has none; what it does when it is there is real."""
+
+    async def put(self, *args: Any, **kwargs: Any) -> Any:
+        check_part("storage", StorageUnavailable)
+        return await super().put(*args, **kwargs)
+
+    async def issue(self, *args: Any, **kwargs: Any) -> Any:
+        check_part("storage", StorageUnavailable)
+        return await super().issue(*args, **kwargs)
+
+    async def claim(self, *args: Any, **kwargs: Any) -> Any:
+        check_part("storage", StorageUnavailable)
+        return await super().claim(*args, **kwargs)
+
+
 async def answer(state: RolloutState) -> None:
     """Two tokens, a moment, two more; a pause or a kill finds it anywhere."""
     task_name, rollout_id = state.task_name or "", state.rollout_id or 0
     if state.response_ids is None:
         state.response_ids = [rollout_id, rollout_id]
     await asyncio.sleep(random.uniform(0, 0.004))
+    check_part("engine", ConnectionRefusedError)
     if fails(task_name, rollout_id, state.num_tries):
         raise EngineError("simulated")
     state.response_ids = [rollout_id] * 4
@@ -76,11 +123,12 @@ async def answer(state: RolloutState) -> None:
 
 
 def judged(state: RolloutState) -> float:
+    check_part("reward", ConnectionError)
     return score(state.task_name or "", state.rollout_id or 0)
 
 
 def accepted(group: list[RolloutState]) -> bool | str:
-    return judged(group[0]) >= 0.15 or "dull"
+    return score(group[0].task_name or "", group[0].rollout_id or 0) >= 0.15 or "dull"
 
 
 # --- weights and log ----------------------------------------------------------------------------------
@@ -146,7 +194,11 @@ class Training:
         self.checkpoint = directory / "checkpoint"
         self.chance = random.Random(seed)
         self.log = Log(directory, doom)
-        storage = SQLiteStorage(directory / "store.db", synchronous="NORMAL")
+        kind, _, part = kind.partition(" ")
+        if part:
+            global outages
+            outages = Outages(part, self.log)
+        storage = AwayStorage(directory / "store.db", synchronous="NORMAL")
         self.buffer = ReplayBuffer(StalenessReplayPolicy(), storage)
         self.manager = build_manager(kind, self.buffer)
         self.trained: Trained = {}

@@ -74,13 +74,15 @@ async def account_for_all(directory: Path, trained: Trained) -> None:
     await buffer.close()
 
 
-def kill_often(directory: Path, kind: str, kills: int, seed: int) -> tuple[int, int]:
+def kill_often(
+    directory: Path, kind: str, kills: int, seed: int, events: int = EVENTS, calls: int = CALLS
+) -> tuple[int, int]:
     """How many steps were acknowledged in all, and how many of them are in the final weights."""
     chance = random.Random(seed)
     directory.mkdir(exist_ok=True)
     with lives("tests.crash.manager_child") as children:
         for life in range(kills):
-            doom = chance.randrange(EVENTS), chance.randrange(CALLS)
+            doom = chance.randrange(events), chance.randrange(calls)
             children.live(directory, kind, seed * 1_000 + life, LAST_STEPS, *doom)
         children.live(directory, kind, seed * 1_000 + kills, LAST_STEPS, killed=False)
     (last,) = directory.glob("weights-*.json")
@@ -100,6 +102,24 @@ def test_g04_a_process_that_is_killed_ten_times_skips_nothing_and_trains_nothing
 ) -> None:
     acked, kept = kill_often(tmp_path, kind, 10, seed=1)
     assert acked > kept > 20, "the children hardly got to work"
+
+
+def kill_in_outages(directory: Path, part: str, kind: str, kills: int) -> int:
+    """How many outages there were; the kills come soon after one has begun, as often as not."""
+    kill_often(directory, f"{kind} {part}", kills, seed=3, events=10, calls=2_000)
+    return (directory / "log").read_text().count("outage ")
+
+
+@pytest.mark.parametrize("part", ["engine", "reward", "storage"])
+def test_g03_kills_in_an_outage_lose_nothing(tmp_path: Path, part: str) -> None:
+    assert kill_in_outages(tmp_path, part, "disaggregated", 5) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["colocated", "disaggregated"])
+@pytest.mark.parametrize("part", ["engine", "reward", "storage"])
+def test_g03_twenty_kills_in_outages_lose_nothing(tmp_path: Path, part: str, kind: str) -> None:
+    assert kill_in_outages(tmp_path, part, kind, 20) >= 10
 
 
 @pytest.mark.slow

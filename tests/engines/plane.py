@@ -48,10 +48,7 @@ def fresh_samples(members: int, first_rollout: int = 0) -> list[RolloutState]:
 async def open_loop(
     server: Server, params: SampleParams, control: EngineControl | None = None
 ) -> AsyncIterator[tuple[OpenAIAgentLoop, StreamCounter]]:
-    """An agent loop that never stops at the end-of-text token, and the counter of what is streamed to it.
-
-    It tries again for as long as a server takes to restart.
-    """
+    """An agent loop that never stops at the end-of-text token, and the counter of what is streamed to it."""
     counter = StreamCounter()
     async with counter.client() as client:
         loop = OpenAIAgentLoop(
@@ -59,7 +56,6 @@ async def open_loop(
             MODEL_NAME,
             sample_params=replace(params, ignore_eos=True),
             vocabulary=VOCABULARY,
-            max_retries=1000,
             engine=control,
             client=client,
         )
@@ -90,6 +86,14 @@ class Plane:
         await self.manager.pause_produce()
         await self.manager.continue_produce(model_step)
         await self.streamed.more(300)
+
+    async def failed(self) -> int:
+        """Groups that failed for good."""
+        return (await self.manager.ledger())[_TASK]["failed"]
+
+    async def tokens(self) -> int:
+        """Tokens that were ever generated, wherever they are now."""
+        return (await self.manager.replay_buffer.storage.ledger(tokens=True))[_TASK]["issued"]
 
     async def samples(self) -> list[RolloutState]:
         """All samples with tokens: those trained on, and those in the buffer. The ledger must be closed."""

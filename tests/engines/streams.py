@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import httpx
@@ -19,6 +20,7 @@ class StreamCounter(httpx.AsyncBaseTransport):
 
     def __init__(self) -> None:
         self.events = 0
+        self.tokens = 0
         self.stalled = 0
         self.ended = 0
         self.events_per_stream: int | None = None
@@ -56,9 +58,13 @@ class StreamCounter(httpx.AsyncBaseTransport):
     async def aclose(self) -> None:
         await self._inner.aclose()
 
-    def count(self) -> None:
+    def count(self, event: bytes) -> None:
         """One more event has arrived."""
         self.events += 1
+        payload = event.removeprefix(b"data: ")
+        if payload.startswith(b"{"):
+            choices = json.loads(payload).get("choices") or [{}]
+            self.tokens += len(choices[0].get("token_ids") or ())
         self._moved.set()
 
     def end(self) -> None:
@@ -88,7 +94,7 @@ class _Counted(httpx.AsyncByteStream):
                 if events == self._limit:
                     await self._counter.stall()
                 events += 1
-                self._counter.count()
+                self._counter.count(event)
                 yield event + b"\n\n"
         self._counter.end()
         if begun:

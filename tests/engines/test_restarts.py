@@ -58,6 +58,33 @@ async def test_a_control_loads_the_weights_again_into_a_server_that_restarted(
         await _assert_versions_are_true(plane, reference, {0, 1, 2})
 
 
+async def test_g03_a_server_that_is_killed_in_the_middle_costs_time_only(
+    server: Server, versions: list[Path], reference: Reference, control_class: type[EngineControl]
+) -> None:
+    """Default settings: no group fails, no try is spent, no token that was received is lost."""
+    control = control_class(server.url)
+    async with open_plane(server, members=_MEMBERS, max_tokens=_TOKENS, control=control) as plane:
+        producer = plane.produce()
+        await plane.train(1)
+        await control.update_weights(versions[1], model_step=1, manager=plane.manager)
+        await plane.interrupt(1)
+        for _ in range(2):
+            await plane.streamed.more(300)
+            await asyncio.to_thread(server.kill)
+            away = plane.loop.outage.describe
+            while away() is None:  # noqa: ASYNC110 - the producer notices by itself
+                await asyncio.sleep(0.01)
+            await asyncio.to_thread(server.start)
+        await plane.train(2)
+        await plane.train(3)
+        await plane.manager.shutdown()
+        await producer
+        assert await plane.failed() == 0
+        assert {state.num_tries for state in await plane.samples()} == {0}
+        assert await plane.tokens() == plane.streamed.tokens
+        await _assert_versions_are_true(plane, reference, {0, 1})
+
+
 async def test_an_update_of_a_server_that_died_fails_and_succeeds_when_it_is_repeated(
     server: Server, versions: list[Path], reference: Reference, control_class: type[EngineControl]
 ) -> None:
