@@ -17,6 +17,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
@@ -203,6 +204,15 @@ class ServerGate:
         finally:
             # An answer can cost a busy server 10 ms of its time: we take no more than a tenth of that.
             self._not_before = clock() + min(_MOST_SPACING_S, 9 * (clock() - began))
+
+    async def reachable(self) -> None:
+        """Return if the server answers; if it is another process, `opened` has to load its weights first.
+
+        Unreachable if it does not, EngineRestarted if nobody can load them.
+        """
+        found = await self.ask()
+        with suppress(Unreachable):
+            await self._check(found)
 
     async def ask(self) -> Process:
         """Which process answers at the address now; Unreachable if none does."""

@@ -242,7 +242,7 @@ class OpenAIAgentLoop(AgentLoop):
                     f"{self._without_key(trouble)}"
                 ) from trouble.__cause__
             if trouble.away:
-                await self.outage.wait(self._without_key(trouble), self._gate.ask)
+                await self.outage.wait(self._without_key(trouble), self._gate.reachable)
                 continue
             delay_s = _delay_s(retries, self.backoff_s, self._random.random(), trouble.retry_after_s)
             log.warning(
