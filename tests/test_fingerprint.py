@@ -328,6 +328,14 @@ async def test_a_loader_that_is_read_again_is_compared_record_by_record(drawn: i
     await Sampler(Loader(9)).with_buffer(buffer).draw(1, "math", ())
 
 
+async def test_a_loader_that_cannot_be_read_again_is_said_to_be_unverified(caplog: pytest.LogCaptureFixture) -> None:
+    buffer = ReplayBuffer()
+    await Sampler(StatefulLoader(9)).with_buffer(buffer).draw(4, "math", ())
+    assert "data_unverified" not in caplog.text
+    await Sampler(StatefulLoader(9)).with_buffer(buffer).draw(1, "math", ())
+    assert "data_unverified task=math: not all records of the fingerprint can be read again" in caplog.text
+
+
 async def test_a_state_that_is_no_state_is_damaged_data() -> None:
     with pytest.raises(DamagedData, match="cannot be read"):
         unpack_state(b"\x93\x01\x02\x03")

@@ -358,21 +358,23 @@ def test_the_size_of_a_group_does_not_depend_on_the_order_of_its_members() -> No
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("max_tokens", 0, "from 1"),
-        ("min_tokens", -1, "from 0"),
-        ("temperature", -0.1, "from 0"),
-        ("temperature", float("nan"), "from 0"),
-        ("temperature", "hot", "from 0"),
-        ("top_p", 1.1, "from 0 to 1"),
-        ("top_k", -2, "from -1"),
-        ("min_p", -0.1, "from 0 to 1"),
-        ("repetition_penalty", -1, "from 0"),
-        ("presence_penalty", 2.5, "from -2 to 2"),
-        ("frequency_penalty", -3, "from -2 to 2"),
+        ("max_tokens", 0, "an integer from 1"),
+        ("max_tokens", 1.5, "an integer from 1"),
+        ("max_tokens", True, "an integer from 1"),
+        ("min_tokens", -1, "an integer from 0"),
+        ("temperature", -0.1, "a number from 0"),
+        ("temperature", float("nan"), "a number from 0"),
+        ("temperature", "hot", "a number from 0"),
+        ("top_p", 1.1, "a number from 0 to 1"),
+        ("top_k", -2, "an integer from -1"),
+        ("min_p", -0.1, "a number from 0 to 1"),
+        ("repetition_penalty", -1, "a number from 0"),
+        ("presence_penalty", 2.5, "a number from -2 to 2"),
+        ("frequency_penalty", -3, "a number from -2 to 2"),
     ],
 )
 def test_parameters_that_no_engine_takes_are_refused_with_their_range(field: str, value: Any, expected: str) -> None:
-    with pytest.raises(InvalidInput, match=f"{field} is {value!r}; expected a number {expected}$"):
+    with pytest.raises(InvalidInput, match=f"{field} is {value!r}; expected {expected}$"):
         SampleParams(**{field: value})
 
 

@@ -128,7 +128,7 @@ async def test_a_disaggregated_run_does_not_start_behind_its_store(reopen: Reope
         await producer
 
 
-async def test_a_run_goes_on_after_the_last_step_of_the_store(reopen: Reopen) -> None:
+async def test_a_run_continues_after_the_last_step_of_the_store(reopen: Reopen) -> None:
     await five_steps(reopen)
     async with colocated(reopen()) as (manager, _):
         await train(manager, 6, 7)

@@ -155,7 +155,7 @@ class MapSource:
             for at, index in enumerate(sampled_positions(size) if own is None else ()):
                 hashed, skipped = self._digest(index)
                 if before is not None and hashed != before.records[at]:
-                    hashed, skipped = None, "it differs each time it is read"
+                    hashed, skipped = None, "it is not the same each time it is read"
                 records.append(hashed)
                 if skipped is not None:
                     unverified.append(f"record {index}: {skipped}")

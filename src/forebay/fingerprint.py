@@ -158,6 +158,7 @@ _AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, u
 
 
 def _canonical(value: Any, path: str, skipped: list[str]) -> Any:
+    """The value as scalars and lists; a dict stands for what is neither, under the name of what it is."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -178,7 +179,7 @@ def _canonical(value: Any, path: str, skipped: list[str]) -> Any:
             (key, _canonical(value[key], f"{path}.{key:.40}" if isinstance(key, str) else path, skipped))
             for key in value
         ]
-        return _sorted(items, path, skipped)
+        return {"mapping": _sorted(items, path, skipped)}
     if isinstance(value, msgspec.Struct):
         return _canonical({name: getattr(value, name) for name in value.__struct_fields__}, path, skipped)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -186,18 +187,18 @@ def _canonical(value: Any, path: str, skipped: list[str]) -> Any:
             {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, path, skipped
         )
     if isinstance(value, Set):
-        return _sorted([(item, None) for item in value], path, skipped)
+        return {"set": _sorted([(item, None) for item in value], path, skipped)}
     if kind.__module__ == "torch" and hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
-            return ["array", list(value.shape), _canonical(value.ravel().tolist(), path, skipped)]
+            return {"array": [list(value.shape), _canonical(value.ravel().tolist(), path, skipped)]}
         content = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-        return ["array", str(value.dtype), list(value.shape), _hash(content)]
+        return {"array": [str(value.dtype), list(value.shape), _hash(content)]}
     if isinstance(value, _AS_TEXT):
-        return [kind.__name__, str(value)]
+        return {kind.__name__: str(value)}
     skipped.append(f"{path} is a {kind.__module__}.{kind.__qualname__}")
-    return ["unverified"]
+    return {"unverified": None}
 
 
 def _sorted(items: list[tuple[Any, Any]], path: str, skipped: list[str]) -> list[Any]:

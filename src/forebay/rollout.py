@@ -100,11 +100,14 @@ class SampleParams(msgspec.Struct, kw_only=True, frozen=True, gc=False):
     n: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least, most in _PARAM_RANGES:
+        for name, kind, least, most in _PARAM_RANGES:
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and least <= value <= most):
+            if value is None:
+                continue
+            if isinstance(value, bool) or not (isinstance(value, (int, kind)) and least <= value <= most):
+                what = "an integer" if kind is int else "a number"
                 end = "" if most == math.inf else f" to {most}"
-                raise InvalidInput(f"{name} is {value!r:.80}; expected a number from {least}{end}")
+                raise InvalidInput(f"{name} is {value!r:.80}; expected {what} from {least}{end}")
         if self.n not in (None, 1):
             raise InvalidInput(
                 f"n is {self.n!r:.80}, but one request makes one sample of a group; give the sampler "
@@ -112,16 +115,16 @@ class SampleParams(msgspec.Struct, kw_only=True, frozen=True, gc=False):
             )
 
 
-_PARAM_RANGES = (
-    ("max_tokens", 1, math.inf),
-    ("min_tokens", 0, math.inf),
-    ("temperature", 0, math.inf),
-    ("top_p", 0, 1),
-    ("top_k", -1, math.inf),
-    ("min_p", 0, 1),
-    ("repetition_penalty", 0, math.inf),
-    ("presence_penalty", -2, 2),
-    ("frequency_penalty", -2, 2),
+_PARAM_RANGES: tuple[tuple[str, type[int] | type[float], int, float], ...] = (
+    ("max_tokens", int, 1, math.inf),
+    ("min_tokens", int, 0, math.inf),
+    ("temperature", float, 0, math.inf),
+    ("top_p", float, 0, 1),
+    ("top_k", int, -1, math.inf),
+    ("min_p", float, 0, 1),
+    ("repetition_penalty", float, 0, math.inf),
+    ("presence_penalty", float, -2, 2),
+    ("frequency_penalty", float, -2, 2),
 )
 
 

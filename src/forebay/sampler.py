@@ -100,12 +100,12 @@ class _Prompts:
         # Functions of the user's own may take any time.
         self._inline = self.source.inline and to_rollout_state is None and tokenize is None
         self._reading = threading.Lock()
-        self._compared: bytes | None = None  # a state whose fingerprint was compared with this data set's
+        self._own_state: bytes | None = None  # the last state that was made here: its fingerprint is this data set's
         self._said: set[str] = set()  # warnings that were logged
 
     async def read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
         """The groups from `cursor` on; `state` is the source's state there. A loader is read one by one."""
-        if self._inline and state is not None and state == self._compared:
+        if self._inline and state is not None and state == self._own_state:
             return self._read(cursor, n, state, task_name)
         return await in_thread(lambda: self._read(cursor, n, state, task_name), pool=DATA)
 
@@ -127,7 +127,7 @@ class _Prompts:
 
     async def compare(self, cursor: int, state: bytes | None, task_name: str) -> None:
         """ChangedDataset if the state belongs to another data set than this one."""
-        if state is not None and state != self._compared:
+        if state is not None and state != self._own_state:
             await in_thread(lambda: self._compare(cursor, state, task_name), pool=DATA)
 
     def _compare(self, cursor: int, state: bytes, task_name: str) -> None:
@@ -139,33 +139,36 @@ class _Prompts:
         if state is None:
             return None
         known = unpack_state(state)
-        if state != self._compared:
+        if state != self._own_state:
             self._refuse_changes(cursor, known.fingerprint, task_name)
-            self._compared = state
         return known
 
-    def _refuse_changes(self, cursor: int, known: Fingerprint, task_name: str) -> None:
+    def _refuse_changes(self, cursor: int, known: Fingerprint, task_name: str) -> bool:
+        """ChangedDataset if the data set has changed; whether it has, if that is allowed."""
         changes = differences(known, self._fingerprint())
         if any(name.startswith("record ") for name in changes):
             changes = differences(known, self._fingerprint(again=True))
-        if not changes:
-            return
-        if not self.allow_changed_data:
+        if changes and not self.allow_changed_data:
             raise ChangedDataset(task_name, cursor, changes)
-        self._say("data_changed task=%s changes=%s: allow_changed_data was given", task_name, changes)
+        if changes:
+            self._say("data_changed task=%s changes=%s: allow_changed_data was given", task_name, changes)
+        return bool(changes)
 
     def _state_after(self, cursor: int, state: bytes | None, known: SourceState | None, task_name: str) -> bytes | None:
+        loader = self.source.state()
+        if loader is None and state is not None and state == self._own_state:
+            return None
+        # Compared again: a loader tells more of itself as it is read. What was drawn earlier it cannot tell again.
+        changed = known is not None and self._refuse_changes(cursor, known.fingerprint, task_name)
         now = self._fingerprint()
-        if known is not None:
-            # A loader tells more of itself as it is read, and cannot tell again what was drawn before it was resumed.
-            self._refuse_changes(cursor, known.fingerprint, task_name)
-            if not differences(known.fingerprint, now):
-                now = now.completed(known.fingerprint)
+        if known is not None and not changed:
+            before, now = now, now.completed(known.fingerprint)
+            if len(before.records) < len(now.records) or before.records.count(None) > now.records.count(None):
+                self._say("data_unverified task=%s: not all records of the fingerprint can be read again", task_name)
         if now.unverified:
             self._say("data_unverified task=%s: %s", task_name, "; ".join(now.unverified))
-        packed = pack_state(SourceState(fingerprint=now, loader=self.source.state()))
-        self._compared = packed
-        return None if packed == state else packed
+        self._own_state = pack_state(SourceState(fingerprint=now, loader=loader))
+        return None if self._own_state == state else self._own_state
 
     def _fingerprint(self, *, again: bool = False) -> Fingerprint:
         return replace(self.source.fingerprint(again=again), group_size=self.repeat)
@@ -231,7 +234,7 @@ class Sampler(_OverDataset):
     fills `prompt_ids`. A record that makes no prompt is an error, or, with `skip_bad_records`, a group that failed.
     A response that a record brings along is dropped and counted (`dropped_responses`), because nobody knows which
     weights made it; `offline=True` takes it as the answer instead: it is judged, and trained on, and nothing generated.
-    Stores and checkpoints keep a fingerprint of the data set; drawing on from them with another one is refused
+    Stores and checkpoints keep a fingerprint of the data set; continuing with another one is refused
     (`ChangedDataset`) unless `allow_changed_data=True`, which continues and keeps the new fingerprint.
     Give it to a strategy, and it draws through the strategy's buffer (`with_buffer`).
     """

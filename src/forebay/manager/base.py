@@ -309,8 +309,8 @@ class Manager:
             raise StoreAhead(
                 f"train step {train_step} with weights of step {model_step} was asked for, but this store has handed "
                 f"out batches up to train step {step}; nothing was changed. Resume from a checkpoint, which sets the "
-                f"store back to its weights; or go on from here: start at train step {step + 1} with model_step={step} "
-                f"(disaggregated: continue_produce({step})); or begin with a new store"
+                f"store back to its weights; or continue from here: start at train step {step + 1} with "
+                f"model_step={step} (disaggregated: continue_produce({step})); or begin with a new store"
             )
         self._met_store = True
 
