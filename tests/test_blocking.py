@@ -26,11 +26,13 @@ def buffer() -> Iterator[blocking.ReplayBuffer]:
 # For producers and managers, which run on the buffer's own loop: they wait, try and look in its turns, and have the
 # native buffer at hand. From another thread what they tell would be out of date on arrival.
 HOOKS = {
+    "asking",
     "bounded_bytes",
     "lease_attempt",
     "max_groups",
     "nudge",
     "produced",
+    "produces",
     "resume_with",
     "room",
     "save_with",

@@ -50,10 +50,10 @@ async def test_a_callback_is_told_of_every_end_with_task_group_delivery_sessions
         await buffer.put(make_group(group_id=-6), "math")
         async with buffer.lease_batch({"math": 1}, train_step=3):
             pass
-        await buffer.discard({"group_id": -6}, "task_removed")
+        await buffer.discard({"group_id": -6}, "no text: \udcff" + "x" * 1_000)
     assert heard == [
         GroupEnd("math", -5, 1, (7, "eight"), End.TRAINED, None, 3),
-        GroupEnd("math", -6, 0, (), End.DISCARDED, "task_removed", None),
+        GroupEnd("math", -6, 0, (), End.DISCARDED, f"no text: ?{'x' * 190}", None),
     ]
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "check_closed",
     "check_move",
     "close_line",
+    "kept_reason",
     "open_ledger",
     "rewound_watermark",
     "take_event",
@@ -168,6 +169,14 @@ MAX_REASONS = 256
 _MAX_REASON_CHARACTERS = 200
 
 
+def kept_reason(end: End, reason: str | None) -> str | None:
+    """Why a group ended, as text of a bounded length: messages may hold anything. None if it was trained."""
+    if end is End.TRAINED:
+        return None
+    text = (reason or end.value)[:_MAX_REASON_CHARACTERS]
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
 class Account(msgspec.Struct, kw_only=True):
     """What is known of a task beyond its rows: how many groups were issued, how they ended, and why."""
 
@@ -185,11 +194,9 @@ class Account(msgspec.Struct, kw_only=True):
 
     def end(self, end: End, tokens: int, reason: str | None, *, groups: int = 1) -> None:
         """Book groups out. Reasons are kept up to a number of distinct ones: messages may hold anything."""
-        kept = None
-        if end is not End.TRAINED:
-            kept = (reason or end.value)[:_MAX_REASON_CHARACTERS]
-            if kept not in self.reasons and len(self.reasons) >= MAX_REASONS:
-                kept = OTHER_REASONS
+        kept = kept_reason(end, reason)
+        if kept is not None and kept not in self.reasons and len(self.reasons) >= MAX_REASONS:
+            kept = OTHER_REASONS
         self.ended[end] = self.ended.get(end, 0) + groups
         self.ended_tokens[end] = self.ended_tokens.get(end, 0) + tokens
         if kept is not None:

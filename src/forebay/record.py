@@ -15,7 +15,7 @@ import msgspec
 
 from forebay.errors import InvalidInput
 from forebay.issued import remember_prompt
-from forebay.ledger import End, GroupEnd, Place
+from forebay.ledger import End, GroupEnd, Place, kept_reason
 from forebay.rollout import (
     Group,
     RolloutState,
@@ -117,7 +117,7 @@ def group_end(record: Record, end: End, reason: str | None) -> GroupEnd:
         record.deliveries,
         record.session_ids,
         end,
-        None if end is End.TRAINED else reason or end.value,
+        kept_reason(end, reason),
         record.train_step,
     )
 

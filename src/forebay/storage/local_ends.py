@@ -70,8 +70,8 @@ class LocalEnds(LocalBase):
         self._ends[self._next_end] = end
         self._next_end += 1
         if not self.durable and len(self._ends) > _MAX_ENDS:
-            if self._next_end == _MAX_ENDS + 2:
-                log.warning("group_ends_dropped: nobody was told of the last %d; on_group_end is too slow", _MAX_ENDS)
+            if not self._next_end % 1_000:
+                log.warning("group_ends_dropped: more than %d wait for on_group_end, which is too slow", _MAX_ENDS)
             self._drop_end(next(iter(self._ends)))
 
     def _drop_end(self, number: int) -> None:

@@ -106,9 +106,7 @@ class Tally:
             xid, notes_ends = await connection.fetchrow(_ADD_TALLY_IN_STEP, name, self.values(task_name))
             ends = self._ends.get(task_name)
             for reason, groups in sorted(ends.reasons.items()) if ends is not None else ():
-                # An error message may hold anything, also what is no text.
-                text = to_text(reason.encode(errors="replace").decode())
-                await connection.execute(_ADD_REASON, name, text, groups, MAX_REASONS, OTHER_REASONS)
+                await connection.execute(_ADD_REASON, name, to_text(reason), groups, MAX_REASONS, OTHER_REASONS)
         for (task_name, size), groups in sorted(self._sizes.items()):
             await connection.execute(_ADD_SIZE, to_text(task_name), size, groups)
         if notes_ends and self._group_ends:
