@@ -45,8 +45,12 @@ class Lease:
         uids: dict[tuple[str, int], int],
         settle: Settle,
     ) -> None:
-        """`on_ack(began)` is called with True before it is acknowledged, and with False when that failed."""
+        """`on_ack(began)` is called with True before it is acknowledged, and with False when that failed.
+
+        `patiently(call)` makes a call of the storage; a manager's repeats one that finds the storage away.
+        """
         self.on_ack: Callable[[bool], None] | None = None
+        self.patiently: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] = lambda call: call()
         self.id = lease_id
         self.train_step = train_step
         self.groups_by_task = groups_by_task
@@ -85,7 +89,7 @@ class Lease:
         if watched is not None:
             watched(True)
         try:
-            await self._settle(self.id, list(self._uids.values()), event, None)
+            await self.patiently(lambda: self._settle(self.id, list(self._uids.values()), event, None))
         except BaseException:
             if watched is not None:
                 watched(False)

@@ -481,6 +481,10 @@ class Away(MemoryStorage):
         self._check()
         return await super().claim(*args, **kwargs)
 
+    async def settle(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return await super().settle(*args, **kwargs)
+
     async def ledger(self, *args: Any, **kwargs: Any) -> Any:
         self._check()
         return await super().ledger(*args, **kwargs)

@@ -259,6 +259,7 @@ class Manager:
         if lease is not None:
             self._leased.add(train_step)
             lease.on_ack = lambda began: self._on_ack(train_step, began)
+            lease.patiently = self._patiently
         return ProduceBatchResult(
             train_step=train_step,
             status=status,
