@@ -238,7 +238,7 @@ class Works:
         finally:
             self._late += waiting
         if failed is not None:
-            log.warning("groups_not_returned task=%s groups=%d", self.task_name, len(self._late), exc_info=failed)
+            log.warning("groups_not_returned task=%s groups=%d error=%s", self.task_name, len(self._late), failed)
             raise failed
 
     async def wait(self, timeout_s: float) -> None:
