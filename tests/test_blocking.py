@@ -31,11 +31,13 @@ HOOKS = {
     "lease_attempt",
     "max_groups",
     "nudge",
+    "others_hold",
     "produced",
     "produces",
     "resume_with",
     "room",
     "save_with",
+    "train_steps",
     "try_lease",
     "until",
 }

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay import MemoryStorage, ReplayBuffer, RolloutState, SampleParams, Status, Storage, UnsupportedPayload
+from forebay import MemoryStorage, ReplayBuffer, RolloutState, Status, Storage, UnsupportedPayload
 from forebay.codec import encode_group
 from forebay.record import describe
 from forebay.storage.pandas import PandasStorage
@@ -120,7 +120,6 @@ async def test_issue_refuses_a_prompt_that_a_checkpoint_cannot_hold(storage: Sto
         ("loop_state", [1]),
         ("session_id", 1.5),
         ("session_id", 2**64),
-        ("sample_params", SampleParams(max_tokens="x")),  # type: ignore[arg-type]
         ("finish_reason", "\ud800"),
         ("unjudged", 1),
     ],

@@ -697,7 +697,7 @@ async def test_room_in_bytes_counts_too(kind: Callable[[int], Any]) -> None:
     probe = ReplayBuffer()
     await SamplerWithReplayBuffer(kind(10), probe).draw(1, "math")
     size = (await probe.query({}))[0].bytes
-    buffer = ReplayBuffer(max_bytes=int(2.5 * size))
+    buffer = ReplayBuffer(max_bytes=int(2.5 * size), expect_group_bytes=1)
     sampler = SamplerWithReplayBuffer(kind(10), buffer)
     drawn = await sampler.draw(5, "math")
     assert len(drawn) == 2

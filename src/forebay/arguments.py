@@ -25,7 +25,23 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 
-RESERVED_NAMES = frozenset(("batch", "buffered", "bytes", "groups", "manager", "produce", "tokens", "waiting"))
+RESERVED_NAMES = frozenset(
+    (
+        "batch",
+        "buffered",
+        "bytes",
+        "groups",
+        "groups_kept_aside",
+        "manager",
+        "max_bytes",
+        "max_groups",
+        "on_group_end",
+        "produce",
+        "reserved_bytes",
+        "tokens",
+        "waiting",
+    )
+)
 """What figures are called (`forebay/manager/...`, `forebay/<task>/produce/...`): tasks of these names would mix in."""
 
 

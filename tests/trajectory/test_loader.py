@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, WaitTimeout
 from forebay.trajectory import MixedReplay, TrajectoryDataset, TrajectoryReplayBuffer
@@ -258,7 +259,10 @@ def test_worker_processes_are_refused_with_the_reason() -> None:
         batches: Any = iter(DataLoader(TrajectoryDataset(buffer, 4), batch_size=None, num_workers=2))
         with pytest.raises(InvalidConfig, match=r"one process.*num_workers=0"):
             next(batches)
-        for worker in batches._workers:  # torch would wait five seconds for each
+        # Torch would wait five seconds for each worker, and take one that is killed for a crash.
+        signal_handling._remove_worker_pids(id(batches))
+        batches._worker_pids_set = False
+        for worker in batches._workers:
             worker.terminate()
         assert len(buffer.sample(3)["step"]) == 3
 

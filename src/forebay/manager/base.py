@@ -358,7 +358,11 @@ class Manager:
             if callable(state_dict):
                 loops[name] = state_dict()
         figures = {
-            name: {"now": task.strategy.figures(name).counters(), "seen": self._seen.get(name, Figures()).counters()}
+            name: {
+                "now": task.strategy.figures(name).counters(),
+                "seen": self._seen.get(name, Figures()).counters(),
+                "verdicts": [*task.strategy.figures(name).verdicts],
+            }
             for name, task in self.tasks.items()
         }
         return {"progress": self.progress.state(model_step), "agent_loops": loops, "figures": figures}
@@ -402,6 +406,7 @@ class Manager:
             if name in self.tasks and isinstance(counters, dict):
                 figures = self.tasks[name].strategy.figures(name)
                 figures.load(counters.get("now", {}))
+                figures.verdicts.extend(bool(verdict) for verdict in counters.get("verdicts", ()))
                 self._seen[name] = Figures()
                 self._seen[name].load(counters.get("seen", {}))
 

@@ -15,6 +15,7 @@ __all__ = ["COUNTERS", "Figures", "Outcome", "quantile"]
 
 _TIMES_KEPT = 4096
 _REWARDS_KEPT = 1024
+_VERDICTS_KEPT = 256
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,6 +61,7 @@ class Figures(msgspec.Struct, kw_only=True):
     timed: int = 0  # groups that were generated to their end
     times_s: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_TIMES_KEPT))
     rewards: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_REWARDS_KEPT))  # the last ones
+    verdicts: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=_VERDICTS_KEPT))  # of filters, the last
 
     def count(self, outcome: Outcome) -> None:
         self.attempts += 1
@@ -72,6 +74,7 @@ class Figures(msgspec.Struct, kw_only=True):
             self.judged += 1
             self.judge_s += outcome.judge_s
         if outcome.kept is not None:
+            self.verdicts.append(outcome.kept)
             self.kept += outcome.kept
             self.rejected += not outcome.kept
         if outcome.status in (Status.COMPLETED, Status.FILTERED):
@@ -105,7 +108,7 @@ class Figures(msgspec.Struct, kw_only=True):
 
     def copy(self) -> Figures:
         """The counters as they are now."""
-        return replace(self, times_s=deque(), rewards=deque())
+        return replace(self, times_s=deque(), rewards=deque(), verdicts=deque())
 
     def counters(self) -> dict[str, float]:
         """The counters, for a checkpoint."""
@@ -144,7 +147,7 @@ class Figures(msgspec.Struct, kw_only=True):
         return {f"forebay/{task_name}/produce/{name}": value for name, value in values.items()}
 
 
-COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in ("times_s", "rewards"))
+COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in ("times_s", "rewards", "verdicts"))
 
 
 def quantile(ordered: Iterable[float], share: float) -> float:

@@ -593,8 +593,7 @@ class ProduceStrategy:
             flat |= works.figures.flat(task_name, works.in_flight)
             stages = works.stages
             flat |= {f"{prefix}/{name}": sum(stage.name == name for stage in stages) for name in STAGES}
-            now = asyncio.get_running_loop().time()
-            oldest = [now - stage.since for stage in stages if stage.name == "generating"]
+            oldest = [works.age_s(stage) for stage in stages if stage.name == "generating"]
             flat[f"{prefix}/oldest_generation_s"] = max(oldest, default=0.0)
             if task.sampler is not None:
                 flat[f"forebay/{task_name}/produce/dropped_responses"] += task.sampler[1].dropped_responses

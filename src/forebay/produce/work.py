@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +44,6 @@ from forebay.waiting import RESOLUTION_S
 __all__ = ["STAGES", "Stage", "Steps", "Works", "look_at"]
 
 STAGES = ("resting", "generating", "judging", "storing")
-_VERDICTS_KEPT = 256
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +97,6 @@ class Works:
         self.failures_in_a_row = 0
         self.failing: dict[int, bool] = {}  # groups of these failures; whether they ended as failed
         self.rejections_in_a_row = 0
-        self.kept: deque[bool] = deque(maxlen=_VERDICTS_KEPT)  # of finished groups, whether the filter kept them
         self.last_error: str | None = None
         self.broken: BaseException | None = None
         self.on_end: Callable[[Outcome, Sequence[RolloutState]], None] | None = None  # of an attempt
@@ -125,6 +122,7 @@ class Works:
         self._suspects: dict[int, tuple[int, float]] = {}  # times cut short in a row; rests until
         self._judging_failed: float | None = None  # since when rewards or filters raise
         self._pause: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # that the last group was started on
 
     def __len__(self) -> int:
         """Tasks that have not ended."""
@@ -150,11 +148,16 @@ class Works:
         stages = [stage for task, stage in self._stages.items() if task not in self._back]
         return sorted(stages, key=lambda stage: stage.since)
 
+    def age_s(self, stage: Stage) -> float:
+        """For how long a group has been at its stage; for any thread."""
+        return 0.0 if self._loop is None else self._loop.time() - stage.since
+
     @property
     def accepted(self) -> float:
         """The share of groups that filters keep, as measured."""
-        kept = sum(self.kept)
-        return acceptance(kept, len(self.kept) - kept)
+        verdicts = self.figures.verdicts
+        kept = sum(verdicts)
+        return acceptance(kept, len(verdicts) - kept)
 
     @property
     def exhausted(self) -> bool:
@@ -176,8 +179,9 @@ class Works:
         task = asyncio.create_task(self._walk(list(group), agent_loop, steps), name=name)
         self._running[task] = agent_loop
         self._unbegun[task] = list(group)
-        clock = asyncio.get_running_loop().time
-        self._stages[task] = Stage(group[0].group_id or 0, attempt, "generating", clock(), group[0].error_msg or "")
+        self._loop = asyncio.get_running_loop()
+        note = group[0].error_msg or ""
+        self._stages[task] = Stage(group[0].group_id or 0, attempt, "generating", self._loop.time(), note)
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
@@ -578,7 +582,6 @@ class Works:
             self.failing[outcome.group_id] = outcome.status is Status.FAILED
             self.last_error = outcome.error
         if outcome.kept is not None:
-            self.kept.append(outcome.kept)
             self.rejections_in_a_row = 0 if outcome.kept else self.rejections_in_a_row + 1
             self.last_error = self.last_error if outcome.kept else outcome.error or self.last_error
         if outcome.status is Status.COMPLETED:
