@@ -260,7 +260,7 @@ def test_worker_processes_are_refused_with_the_reason() -> None:
         with pytest.raises(InvalidConfig, match=r"one process.*num_workers=0"):
             next(batches)
         # Torch would wait five seconds for each worker, and take one that is killed for a crash.
-        signal_handling._remove_worker_pids(id(batches))
+        signal_handling._remove_worker_pids(id(batches))  # type: ignore[attr-defined]
         batches._worker_pids_set = False
         for worker in batches._workers:
             worker.terminate()
