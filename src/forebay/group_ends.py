@@ -12,13 +12,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from forebay.errors import BufferClosed, InvalidConfig
 from forebay.ledger import GroupEnd
+from forebay.threads import Pool, in_thread
 
 if TYPE_CHECKING:
     from forebay.storage.base import Storage
@@ -46,6 +45,7 @@ class GroupEnds:
         self._storage = storage
         self._owner = owner
         self._callback = callback
+        self._pool = Pool("group-end", 1)
         self._task: asyncio.Task[None] | None = None
         self.told = 0
         self.failed = 0
@@ -112,21 +112,6 @@ class GroupEnds:
         if inspect.iscoroutinefunction(self._callback):
             result = self._callback(event)
         else:
-            result = await asyncio.wrap_future(_in_own_thread(self._callback, event))
+            result = await in_thread(lambda: self._callback(event), pool=self._pool)
         if inspect.isawaitable(result):
             await result
-
-
-def _in_own_thread(callback: OnGroupEnd, event: GroupEnd) -> Future[Any]:
-    """Call it in a thread that keeps nobody: not the loop's executor, which the user may fill, nor the exit."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(callback(event))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="forebay-group-end", daemon=True).start()
-    return future
