@@ -902,3 +902,14 @@ def test_names_that_are_no_ids_are_not_taken_for_ids(name: str) -> None:
     choice = {"text": "a", "logprobs": {"tokens": [name], "token_logprobs": [-1.0]}}
     with pytest.raises(WrongAnswer, match="text without token ids"):
         read_piece(json.dumps({"choices": [choice]}).encode(), begun=True)
+
+
+async def test_a_continuation_has_a_seed_that_is_a_function_of_its_beginning(server: CompletionServer) -> None:
+    server.scripts.append(Script(cut_after=3))
+    async with loop_for(server) as loop:
+        for _ in range(2):
+            params = SampleParams(seed=7, max_tokens=BUDGET)
+            await answered(loop, sample(prompt_ids=PROMPT, sample_params=params))
+    first, continued, whole = (request.body["seed"] for request in server.received)
+    assert first == whole
+    assert continued != first

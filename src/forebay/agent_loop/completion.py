@@ -25,6 +25,7 @@ from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn, Ver
 
 __all__ = ["TRANSIENT_STATUSES", "Answer", "EventReader", "Interrupted", "Piece", "WrongAnswer", "merged", "read_piece"]
 
+_SEED_STEP = 1_000_003
 TRANSIENT_STATUSES = frozenset((408, 425, 429, 500, 502, 503, 504))
 
 
@@ -307,8 +308,9 @@ class Answer:
         state.tokens = prompt if isinstance(state.prompt_ids, list) else np.array(prompt, dtype=np.int64)
         fields = msgspec.structs.asdict(params) | {"prompt": prompt}
         if params.seed is not None:
-            # One seed for all members would make k equal answers, and advantages of zero.
-            fields["seed"] = (params.seed + (state.rollout_id or 0)) % 2**63
+            # One seed for all members would make k equal answers, and advantages of zero. A continuation that began
+            # the same random numbers again would repeat the choices at the beginning of the answer.
+            fields["seed"] = (params.seed + (state.rollout_id or 0) + there * _SEED_STEP) % 2**63
         if params.max_tokens is not None:
             fields["max_tokens"] = params.max_tokens - there
         if params.min_tokens is not None:
