@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from forebay import (
+    AgentLoopManager,
     AsyncProduceStrategy,
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
@@ -17,11 +18,15 @@ from forebay import (
     RolloutState,
     Sampler,
     Status,
+    SyncProduceStrategy,
     Task,
+    Timeouts,
     WaitTimeout,
+    threads,
 )
 from forebay.produce import NoProgress
 from forebay.testing.simulate import run
+from tests.processes import HANG_S
 
 
 def answer(state: RolloutState) -> None:
@@ -118,6 +123,77 @@ async def test_g11_a_hung_data_set_shows_as_drawing(tmp_path: Path) -> None:
             released.set()
     await producer
     assert "drawing: for 0." in late.value.explanation
+
+
+async def test_g11_a_hung_data_set_does_not_hold_up_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "CANCEL_GRACE_S", 0.05)
+    released = threading.Event()
+
+    class Hanging:
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> Any:
+            released.wait()
+            return {"prompt": "q"}
+
+    manager = manager_of(dataset=Hanging(), timeouts=Timeouts(cancel_timeout_s=0.05, pause_timeout_s=0.05))
+    try:
+        async with manager:
+            producer = asyncio.create_task(manager.produce_loop(2))
+            with pytest.raises(WaitTimeout):
+                await manager.get_batch(2, 1, timeout_s=0.2)
+        await producer
+        assert not released.is_set()
+    finally:
+        released.set()
+
+
+async def test_g03_a_reward_that_hangs_takes_one_thread_and_delays_no_other_group() -> None:
+    released = threading.Event()
+
+    def reward(state: RolloutState) -> float:
+        if state.group_id == 0:
+            released.wait()
+        return 1.0
+
+    timeouts = Timeouts(judge_timeout_s=0.02, cancel_timeout_s=0.02, pause_interval_s=0.02)
+    manager = manager_of(
+        dataset=[{"prompt": f"q{i}"} for i in range(1000)],
+        reward_fn=reward,
+        reward_concurrency=4,
+        over_sample_threshold=1.0,
+        max_staleness=1,
+        timeouts=timeouts,
+    )
+    try:
+        async with manager:
+            producer = asyncio.create_task(manager.produce_loop(2))
+            for step in range(1, 11):
+                async with manager.get_batch(2, step, timeout_s=HANG_S):
+                    pass
+                await manager.pause_produce()
+                await manager.continue_produce(step)
+            assert manager.tasks["math"].strategy.judge.pool.running <= 1
+            assert (await manager.ledger())["math"]["failed"] == 0
+        await producer
+    finally:
+        released.set()
+
+
+def test_a_colocated_timeout_says_what_hangs() -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+        strategy = SyncProduceStrategy(buffer, progress=NoProgress())
+        sampler = Sampler([{"prompt": "q"}])
+        task = Task(name="math", sampler=sampler, agent_loop=FunctionAgentLoop(forever), strategy=strategy)
+        async with AgentLoopManager([task], buffer) as manager:
+            with pytest.raises(WaitTimeout) as late:
+                await manager.produce_batch(4, 1, model_step=0, timeout_s=20)
+        assert "generating: 4 groups, the oldest (group 0, attempt 1) for 20.0 s" in late.value.explanation
+        assert (await buffer.ledger())["math"]["buffered"] == 4
+
+    run(main)
 
 
 def test_counters_survive_a_resume(tmp_path: Path) -> None:

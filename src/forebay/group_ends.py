@@ -100,7 +100,8 @@ class GroupEnds:
                     log.exception(
                         "on_group_end_failed task=%s group=%d end=%s", event.task_name, event.group_id, event.end
                     )
-                self.told += 1
+                else:
+                    self.told += 1
                 told.append(number)
         finally:
             if told and durable:

@@ -33,7 +33,7 @@ async def test_g03_a_database_that_is_away_for_a_while_costs_time_only(caplog: p
     caplog.set_level(logging.WARNING, "forebay.manager")
     server = await asyncio.to_thread(Server)
     try:
-        buffer = ReplayBuffer(storage=PostgresStorage(server.dsn, "outage"))
+        buffer = ReplayBuffer(storage=PostgresStorage(server.dsn, "outage"), lease_s=4 * HANG_S)
         strategy = AsyncProduceStrategy(buffer, max_staleness=2, over_sample_threshold=1.0, progress=NoProgress())
         sampler = Sampler([{"prompt": f"q{i}"} for i in range(500)], prompt_repeat_k=2)
         task = Task(name="math", sampler=sampler, agent_loop=FunctionAgentLoop(answer), strategy=strategy)

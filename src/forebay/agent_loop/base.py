@@ -14,8 +14,10 @@ What a loop promises
 - Whatever a loop changes in a sample (`message`, `extra_fields`, ...) is kept with its tokens, and dropped with them:
   a reset returns to the prompt as issued. What it needs to continue a partial rollout belongs in `loop_state`.
 - `idle` returns when the engine has stopped all requests of this loop: only then may it be given new weights.
-- An engine that is away costs time only. `generate` raises a ConnectionError (or something caused by one): it is called
-  again when the engine may be back. `EngineUnavailable` ends producing; the members keep their tokens, without a try.
+- An engine that is away costs time only. `generate` raises a ConnectionError, or what HTTP clients make of one, or of a
+  status 502 to 504: it is called again when the engine may be back. If it fails again although others succeeded
+  meanwhile, it was something else (a tool, say), and the member fails. `EngineUnavailable` ends producing; the members
+  keep their tokens, and spend no try.
 
 `AgentLoop` keeps all that for you if you write `generate` for one sample: members run concurrently, one that raises is
 FAILED and keeps none of its siblings from finishing, and a cancel waits for all of them.
@@ -54,6 +56,7 @@ class AgentLoop(ABC):
     # Made at the first use: a subclass need not call our constructor, and a loop may outlive an event loop.
     _pause: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
     _outage: Outage | None = None
+    _answered: int = 0  # calls of `generate` that succeeded
     _traced: frozenset[type[Exception]] = frozenset()  # kinds of errors whose traceback was logged
 
     @abstractmethod
@@ -145,12 +148,16 @@ class AgentLoop(ABC):
     async def _generate_through_outages(
         self, state: RolloutState, enable_partial_rollout: bool
     ) -> RolloutState | Sequence[RolloutState]:
+        answered: int | None = None  # calls of this loop that had succeeded when this one failed last
         while True:
             try:
                 result = await self.generate(state, enable_partial_rollout=enable_partial_rollout)
             except Exception as error:
                 if isinstance(error, ForebayError) or not is_outage(error):
                     raise
+                if answered is not None and answered != self._answered:
+                    raise  # others succeed: it is not the engine, but a tool, say, or this very prompt
+                answered = self._answered
                 waiting = asyncio.ensure_future(self.outage.wait(f"{type(error).__name__}: {error}"))
                 pausing = asyncio.ensure_future(self.until_paused())
                 try:
@@ -166,7 +173,10 @@ class AgentLoop(ABC):
                     start_again(state)
                 state.status = Status.INIT
             else:
-                self.outage.over()
+                members = (result,) if isinstance(result, RolloutState) else result
+                if not any(isinstance(member, RolloutState) and member.status is Status.ABORTED for member in members):
+                    self._answered += 1
+                    self.outage.over()
                 return result
 
     @property

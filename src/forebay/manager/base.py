@@ -238,9 +238,8 @@ class Manager:
         self, train_step: int, status: ProduceStatus, sizes: dict[str, int], lease: Lease | None, wait_s: float
     ) -> ProduceBatchResult:
         try:
-            counts = await self.replay_buffer.count_statuses(
-                list(self.tasks), (Status.INIT, Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
-            )
+            statuses = (Status.INIT, Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
+            counts = await self._patiently(lambda: self.replay_buffer.count_statuses(list(self.tasks), statuses))
         except BaseException as error:
             if lease is not None:
                 await lease.settle_on_exit(error)
@@ -335,11 +334,13 @@ class Manager:
         """
         whole_number("model_step", model_step, least=0)
         self._refuse_to_skip(model_step)
-        await self.replay_buffer.save_with(
-            path,
-            model_step=model_step,
-            prompts_only=no_save_replay_buffer,
-            extra=lambda: {"manager": self._saved_state(model_step)},
+        await self._patiently(
+            lambda: self.replay_buffer.save_with(
+                path,
+                model_step=model_step,
+                prompts_only=no_save_replay_buffer,
+                extra=lambda: {"manager": self._saved_state(model_step)},
+            )
         )
 
     def _refuse_to_skip(self, model_step: int) -> None:
@@ -440,11 +441,11 @@ class Manager:
 
     async def ledger(self) -> dict[str, LedgerLine]:
         """The closed ledger of every task; see `ReplayBuffer.ledger`."""
-        return await self.replay_buffer.ledger()
+        return await self._patiently(self.replay_buffer.ledger)
 
     async def stats(self) -> dict[str, float]:
         """Flat figures for any logger: the buffer's, the strategies', and how far producer and consumer are."""
-        flat: dict[str, float] = dict(await self.replay_buffer.stats())
+        flat: dict[str, float] = dict(await self._patiently(self.replay_buffer.stats))
         for task in self.tasks.values():
             flat |= task.strategy.stats()
         flat |= {
@@ -459,7 +460,11 @@ class Manager:
 
     async def explain_wait(self) -> str:
         """What is being waited for, by task: what is missing, what is in flight, the oldest of it and its age."""
-        return f"{await self.replay_buffer.explain_wait()}\n{await self._explain_tasks()}"
+        try:
+            return f"{await self.replay_buffer.explain_wait()}\n{await self._explain_tasks()}"
+        except StorageUnavailable as error:
+            stages = [line for name, task in self.tasks.items() for line in task.strategy.explain(name)]
+            return "\n".join([f"the storage is away: {error}", self._describe(), *stages])
 
     async def _explain_tasks(self) -> str:
         lines = [self._describe()]

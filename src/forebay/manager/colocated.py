@@ -24,8 +24,6 @@ class AgentLoopManager(Manager):
     """
 
     _producing = False
-    _limit: asyncio.Timeout | None = None
-    _explanation = ""
 
     def produce_batch(
         self, batch_size: int, train_step: int, *, model_step: int, timeout_s: float | None = None
@@ -40,15 +38,29 @@ class AgentLoopManager(Manager):
     async def _grant_in_time(
         self, batch_size: int, train_step: int, model_step: int, timeout_s: float | None
     ) -> ProduceBatchResult:
-        self._explanation = ""
+        if timeout_s is None:
+            return await self._grant(batch_size, train_step, model_step)
+        left_s = Deadline(timeout_s).left_s() or 0.0
+        explanation = ""
+
+        async def expire(limit: asyncio.Timeout) -> None:
+            nonlocal explanation
+            await asyncio.sleep(left_s)
+            explanation = await self.explain_wait()  # of what runs, before it is stopped
+            limit.reschedule(asyncio.get_running_loop().time())
+
         try:
-            async with asyncio.timeout(Deadline(timeout_s).timeout_s) as self._limit:
-                return await self._grant(batch_size, train_step, model_step)
+            async with asyncio.timeout(None) as limit:
+                watching = asyncio.create_task(expire(limit))
+                try:
+                    return await self._grant(batch_size, train_step, model_step)
+                finally:
+                    watching.cancel()
         except TimeoutError as late:
-            if isinstance(late, WaitTimeout) or timeout_s is None or not (self._limit and self._limit.expired()):
+            if isinstance(late, WaitTimeout) or not limit.expired():
                 raise
             what = f"the batch of train step {train_step}: {batch_size} groups"
-            raise WaitTimeout(what, timeout_s, self._explanation) from None
+            raise WaitTimeout(what, timeout_s, explanation) from None
 
     async def _grant(self, batch_size: int, train_step: int, model_step: int) -> ProduceBatchResult:
         self._check_open()
@@ -63,11 +75,11 @@ class AgentLoopManager(Manager):
         self._producing = True
         try:
             await self._patiently(lambda: self._meet_store(train_step, model_step))
+            if model_step > self.model_step:
+                self.progress.skipped.clear()
             self.progress.change_batch_size(batch_size)
             self.progress.plan(batch_size, train_step)
             self.progress.skip_to(train_step)
-            if model_step > self.model_step:
-                self.progress.skipped.clear()
             self.steps.model_step, self._asked = model_step, train_step
             self._set_clock()
             loop = asyncio.get_running_loop()
@@ -81,8 +93,6 @@ class AgentLoopManager(Manager):
             sizes = self.progress.plan(batch_size, train_step)
             return await self._result(train_step, ProduceStatus.NORMAL, sizes, lease, loop.time() - began)
         except BaseException:
-            if self._limit is not None and self._limit.expired():
-                self._explanation = await self.explain_wait()  # of what runs, before it is stopped
             await self._clean_up()
             raise
         finally:

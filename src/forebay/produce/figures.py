@@ -30,6 +30,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     judge_s: float | None = None  # None: there was nothing to judge
     failed: bool  # a try was spent
     kept: bool | None = None  # by the filters, whatever became of it; None: it was not finished
+    usable: bool = False  # kept, or accepted although it was rejected
     error: str | None
     rewards: Sequence[float] = ()  # of members rewarded for the first time
 
@@ -74,7 +75,7 @@ class Figures(msgspec.Struct, kw_only=True):
             self.judged += 1
             self.judge_s += outcome.judge_s
         if outcome.kept is not None:
-            self.verdicts.append(outcome.kept)
+            self.verdicts.append(outcome.usable)
             self.kept += outcome.kept
             self.rejected += not outcome.kept
         if outcome.status in (Status.COMPLETED, Status.FILTERED):

@@ -23,7 +23,7 @@ from forebay.errors import InvalidConfig, InvalidInput
 from forebay.produce.filters import Filter, is_cheap
 from forebay.produce.members import is_answered, leave_unjudged
 from forebay.rollout import RolloutState, Status, group_reward
-from forebay.threads import Pool, in_thread, see_through
+from forebay.threads import Pool, see_through, start_thread
 
 __all__ = ["GroupReward", "Judge", "Judged", "SampleReward", "fail_judging", "set_aside"]
 
@@ -75,6 +75,7 @@ class Judge:
         self.pool = Pool("judge", concurrency)
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._warned: set[int] = set()
+        self._calls: dict[Any, asyncio.Future[Any]] = {}  # in threads
 
     @property
     def idle(self) -> bool:
@@ -168,8 +169,20 @@ class Judge:
         async with self._slot():
             if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
                 return await function(argument)
-            result = await in_thread(lambda: function(argument), pool=self.pool)
+            result = await self._in_thread(function, argument)
             return await result if inspect.isawaitable(result) else result
+
+    async def _in_thread(self, function: Callable[[Any], Any], argument: Any) -> Any:
+        """The result of a call in a thread. A cancel leaves it behind; whoever asks the same again waits for that call.
+
+        So a reward that hangs takes one thread, however often its group is judged.
+        """
+        key = _key(function, argument)
+        calling = self._calls.get(key)
+        if calling is None or calling.get_loop() is not asyncio.get_running_loop():
+            calling = self._calls[key] = start_thread(lambda: function(argument), pool=self.pool)
+            calling.add_done_callback(lambda done: self._calls.pop(key, None) if self._calls.get(key) is done else None)
+        return await asyncio.shield(calling)
 
     async def _awaited(self, result: Any) -> Any:
         if isinstance(result, Exception) or not inspect.isawaitable(result):
@@ -218,6 +231,18 @@ def fail_judging(members: Sequence[RolloutState], judged: Judged, max_tries: int
             if state.num_tries >= max_tries:
                 state.status = Status.FAILED
     return error
+
+
+def _key(function: Callable[[Any], Any], argument: Any) -> Any:
+    """What makes two calls the same: the function, and the answers that it judges."""
+    states = argument if isinstance(argument, list) else [argument]
+    return id(function), isinstance(argument, list), tuple(_answer(state) for state in states)
+
+
+def _answer(state: RolloutState) -> Any:
+    if state.rollout_id is None or state.response is None:
+        return id(state)
+    return state.task_name, state.rollout_id, state.segment, state.response
 
 
 def _text(error: Exception, prefix: str = "") -> str:

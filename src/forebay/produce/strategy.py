@@ -266,6 +266,7 @@ class ProduceStrategy:
         if works.pauses == pauses and not stopped():  # else a pause came meanwhile, and this call ends at once
             works.end_pause()
         plan = await self._plan(task, batch_size)
+        agent_loop.outage.on_change = self.replay_buffer.nudge
         started = 0
 
         async def step() -> Production | None:
@@ -295,8 +296,9 @@ class ProduceStrategy:
                     accepted=works.accepted,
                     spare=spare,
                 )
-                if missing <= 0:
+                if missing <= 0 and not agent_loop.outage.take_probe():
                     return None
+                missing = max(1, missing)
                 begun = await self._start(task, agent_loop, sampler, missing, plan.statuses, steps)
                 if not begun:
                     begun = await self._start(task, agent_loop, sampler, missing, (), steps)
@@ -366,7 +368,7 @@ class ProduceStrategy:
             raise
         finally:
             task.drawing = task.drawing_since = None
-        return drawing.result()
+        return 0 if drawing.cancelled() else drawing.result()  # a pause, or the end, does not wait for a data set
 
     async def _draw(
         self,
@@ -487,8 +489,7 @@ class ProduceStrategy:
         works, began = task.works, loop.time()
         works.begin_pause()
         self.replay_buffer.nudge()
-        if task.drawing is not None:
-            await asyncio.wait((task.drawing,))
+        await self._end_drawing(task, self.timeouts.pause_timeout_s)
         agent_loops = works.agent_loops
         task.paused.update(dict.fromkeys(agent_loops))
         requests: list[asyncio.Task[None]] = []
@@ -544,10 +545,27 @@ class ProduceStrategy:
             await self._stop(task)
 
     async def _stop(self, task: _Task) -> None:
-        cancelled = None if task.drawing is None else await see_through(task.drawing)
+        cancelled = await self._end_drawing(task, self.timeouts.cancel_timeout_s)
         await task.works.stop()
         if cancelled is not None:
             raise cancelled
+
+    async def _end_drawing(self, task: _Task, timeout_s: float) -> asyncio.CancelledError | None:
+        """Wait for a draw; one that a data set holds up is cancelled, its thread left behind. A cancel meanwhile."""
+        drawing = task.drawing
+        if drawing is None:
+            return None
+        try:
+            await asyncio.wait((drawing,), timeout=timeout_s)
+        except asyncio.CancelledError as stopped:
+            await see_through(drawing)
+            return stopped
+        if not drawing.done():
+            log.warning(
+                "draw_timed_out task=%s seconds=%g: the data set does not answer", task.works.task_name, timeout_s
+            )
+            drawing.cancel()
+        return await see_through(drawing)
 
     # --- looking --------------------------------------------------------------------------------------
 

@@ -121,6 +121,7 @@ class Works:
         self._stages: dict[asyncio.Task[None], Stage] = {}
         self._suspects: dict[int, tuple[int, float]] = {}  # times cut short in a row; rests until
         self._judging_failed: float | None = None  # since when rewards or filters raise
+        self._judged_s: dict[int, float] = {}  # how long groups were judged before they were set aside
         self._pause: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that the last group was started on
 
@@ -154,7 +155,9 @@ class Works:
 
     @property
     def accepted(self) -> float:
-        """The share of groups that filters keep, as measured."""
+        """The share of groups that filters keep, as measured; all of them when rejected ones are accepted."""
+        if self.exhausted and self._budgets.when_exhausted == "accept":
+            return 1.0
         verdicts = self.figures.verdicts
         kept = sum(verdicts)
         return acceptance(kept, len(verdicts) - kept)
@@ -317,6 +320,7 @@ class Works:
                 failed=failure is not None,
                 error=failure or judged.rejected or (members[0].error_msg if kept is False else None),
                 kept=kept,
+                usable=group_status(members) is Status.COMPLETED,
                 rewards=new_rewards(stored, rewarded),
             )
             self._count(outcome)
@@ -441,7 +445,7 @@ class Works:
         settle_tries(members, issued, self._max_tries + 1, spend=False)
         return members
 
-    async def _cancel(self, future: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+    async def _cancel(self, future: asyncio.Future[Any], what: str = "agent_loop") -> asyncio.CancelledError | None:
         """Cancel, and give it a moment to end; a further cancel of ours waits for that, too, and is returned."""
         future.cancel()
         loop = asyncio.get_running_loop()
@@ -453,7 +457,7 @@ class Works:
             except asyncio.CancelledError as again:
                 cancelled = again
         if not future.done():
-            log.warning("agent_loop_ignores_cancel task=%s: left behind, its group goes back", self.task_name)
+            log.warning("%s_ignores_cancel task=%s: left behind, its group goes back", what, self.task_name)
             future.add_done_callback(look_at)
         else:
             look_at(future)
@@ -470,11 +474,16 @@ class Works:
         if self._judge.idle or not any(state.status is Status.COMPLETED for state in members):
             return Judged(), None, None
         clock = asyncio.get_running_loop().time
-        deadline, times = clock() + self._timeouts.judge_give_up_s, 0
+        began, times = clock(), 0
+        # Over all attempts: a pause must not begin the time of a reward that hangs again.
+        deadline = began + self._timeouts.judge_give_up_s - self._judged_s.pop(stage.group_id, 0.0)
         while True:
-            judged, cancelled = await self._judge_once(members, deadline - clock())
+            judged, cancelled = await self._judge_once(members, stage.group_id, max(0.0, deadline - clock()))
             if judged is None:
                 set_aside(members)
+                self._judged_s[stage.group_id] = self._timeouts.judge_give_up_s - (deadline - clock())
+                if cancelled is None:
+                    self._cut_short(stage.group_id)  # a pause did not wait for it: the next ones shall not, either
                 return Judged(), None, cancelled
             self._note_outage(stage, judged)
             if judged.error is None:
@@ -493,7 +502,7 @@ class Works:
                 return Judged(), None, cancelled
 
     async def _judge_once(
-        self, members: list[RolloutState], left_s: float
+        self, members: list[RolloutState], group_id: int, left_s: float
     ) -> tuple[Judged | None, asyncio.CancelledError | None]:
         """One call of the judge, and a cancel meanwhile; None if it was stopped from outside."""
         keep_rejected = self.exhausted and self._budgets.when_exhausted == "accept"
@@ -503,13 +512,13 @@ class Works:
         try:
             await asyncio.wait((judging, self._pause_future()), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             hurried = self.pausing
-            if not judging.done() and hurried:
+            if not judging.done() and hurried and group_id not in self._suspects:
                 await asyncio.wait((judging,), timeout=self._timeouts.judge_timeout_s)
         except asyncio.CancelledError as stopped:
             cancelled = stopped
         in_time = judging.done()
         if not in_time:
-            cancelled = await self._cancel(judging) or cancelled
+            cancelled = await self._cancel(judging, "judging") or cancelled
         if judging.done() and not judging.cancelled():
             return judging.result(), cancelled
         members[:] = [independent(state.__copy__()) for state in members]  # a thread may still change the others
@@ -526,7 +535,7 @@ class Works:
                 seconds = now - self._judging_failed
                 log.warning("judging_works_again task=%s seconds=%.1f", self.task_name, seconds)
             self._judging_failed = None
-        elif self._judging_failed is None:
+        elif self._judging_failed is None and judged.passing:
             self._judging_failed = now
             log.warning(
                 "judging_failed task=%s group=%d error=%s: repeated, and nothing is spent, for judge_give_up_s=%g",
@@ -593,6 +602,7 @@ class Works:
         else:
             self.stragglers.discard(outcome.group_id)
             self._suspects.pop(outcome.group_id, None)
+            self._judged_s.pop(outcome.group_id, None)
 
 
 def look_at(future: asyncio.Future[Any]) -> None:

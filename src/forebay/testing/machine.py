@@ -542,7 +542,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.close()
         if move:
             self.storage = self.run(self.moved())
-            self.forget_the_checkpoint()
+            self.model.saved_step = None  # that was of another store; acknowledged groups that are kept came along
         self.open()
         self.came_back()
 
@@ -588,7 +588,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.leases.clear()
 
     def forget_the_checkpoint(self) -> None:
-        """It was of another store than the one that is used now."""
+        """It was of another store than the one that is used now, and has no acknowledged groups."""
         self.model.saved_step = None
         self.model.archive.clear()
 
