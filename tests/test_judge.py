@@ -418,6 +418,7 @@ async def test_a_judge_slower_than_a_pause_is_asked_again_without_generating_and
     (state,) = await producer.only(Status.ABORTED)
     assert (state.response_ids, state.reward, state.num_tries) == ([0, 1, 2], None, 0)
     assert (await producer.produce(2, 2)).complete
+    await asyncio.sleep(100)  # no batch waits for it any more
     assert [state.group_id for state in calls.samples].count(0) == 1
     assert asked[:1] == [0]
     state = (await producer.buffered(Status.COMPLETED))[0][0]
