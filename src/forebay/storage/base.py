@@ -366,6 +366,13 @@ class Storage(ABC):
         """
 
     @abstractmethod
+    async def saved_step(self) -> int | None:
+        """The model step of the last `saved` or `rewind`; None before the first.
+
+        A durable storage has every group that was acknowledged since that call for a later step.
+        """
+
+    @abstractmethod
     async def rewind(self, model_step: int) -> dict[str, int]:
         """REWOUND for every archived group that was trained for a later step than `model_step`; groups by task.
 
