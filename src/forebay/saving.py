@@ -107,6 +107,10 @@ async def save_storage(
     writer = await in_thread(lambda: CheckpointWriter(directory, files), undo=CheckpointWriter.abort)
     chunks = _Chunks(writer)
     try:
+        if model_step is not None:
+            saved_step = await storage.saved_step()
+            if saved_step is None or saved_step > model_step:
+                await storage.saved(model_step)  # keeps what is acknowledged for later steps while this is written
         content = dict(extra())
         snapshot = await storage.snapshot()
         accounts = dict(snapshot.accounts)

@@ -359,7 +359,7 @@ class Storage(ABC):
 
     @abstractmethod
     async def saved(self, model_step: int) -> None:
-        """Weights of this step were saved with a checkpoint.
+        """Weights of this step were saved with a checkpoint, or the first one is about to be made.
 
         From the first such call on, a durable storage archives every group that is acknowledged for a later train
         step, until a call with that step (or a later one): only then is its training safe.
