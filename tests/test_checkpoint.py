@@ -6,6 +6,7 @@ import asyncio
 import errno
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -158,6 +159,26 @@ async def test_nothing_is_kept_for_a_rewind_before_the_first_checkpoint(tmp_path
     async with buffer.lease_batch({"math": 1}, train_step=1):
         pass
     assert await buffer.query({}) == []
+    await buffer.close()
+
+
+async def test_g04_a_group_that_is_acknowledged_while_the_first_checkpoint_is_written_comes_back(
+    tmp_path: Path,
+) -> None:
+    loop = asyncio.get_running_loop()
+    buffer = ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db"))
+    await buffer.put(make_group(), "math", model_step=0)
+    lease = await buffer.lease_batch({"math": 1}, train_step=1)
+
+    class Trainer(FileOps):
+        def replace(self, *args: Any, **options: Any) -> None:
+            asyncio.run_coroutine_threadsafe(lease.ack(), loop).result()
+            super().replace(*args, **options)
+
+    await save_storage(buffer.storage, tmp_path / "checkpoint", model_step=0, files=Trainer())
+    assert await closed_ledger(buffer) == {"issued": 1, "trained": 1}
+    await buffer.resume(tmp_path / "checkpoint")
+    assert await closed_ledger(buffer) == {"issued": 1, "buffered": 1}
     await buffer.close()
 
 

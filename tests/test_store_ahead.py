@@ -1,4 +1,4 @@
-"""A run that starts behind the store that it opens is refused at once, with the ways out; rightful starts are not."""
+"""A run that starts behind its store, or goes back further than the store can, is refused with the ways out."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ import pytest
 from forebay import (
     AgentLoopManager,
     AsyncProduceStrategy,
+    CheckpointTooOld,
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
     ReplayBuffer,
     RolloutState,
     Sampler,
+    Status,
     Storage,
     StoreAhead,
     Task,
 )
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.sqlite import SQLiteStorage
+from forebay.testing import make_group
 from tests.storage.postgres_server import Schemas, dsn
 from tests.support import closed_ledger, turns
 from tests.test_sampler import records
@@ -57,9 +60,9 @@ def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
 class Plane:
     """One start of a training script."""
 
-    def __init__(self, storage: Storage, max_staleness: int) -> None:
+    def __init__(self, storage: Storage, max_staleness: int, keep_trained: int = 0) -> None:
         self.generated = 0
-        self.buffer = ReplayBuffer(storage=storage)
+        self.buffer = ReplayBuffer(storage=storage, keep_trained=keep_trained)
         self.task = Task(
             name="math",
             sampler=Sampler(records(200)),
@@ -73,8 +76,10 @@ class Plane:
 
 
 @asynccontextmanager
-async def colocated(storage: Storage, max_staleness: int = 0) -> AsyncIterator[tuple[AgentLoopManager, Plane]]:
-    plane = Plane(storage, max_staleness)
+async def colocated(
+    storage: Storage, max_staleness: int = 0, keep_trained: int = 0
+) -> AsyncIterator[tuple[AgentLoopManager, Plane]]:
+    plane = Plane(storage, max_staleness, keep_trained)
     async with AgentLoopManager(plane.task, plane.buffer) as manager:
         yield manager, plane
     await plane.buffer.close()
@@ -90,10 +95,17 @@ async def disaggregated(
     await plane.buffer.close()
 
 
-async def train(manager: AgentLoopManager, first: int, last: int) -> None:
+async def train(
+    manager: AgentLoopManager, first: int, last: int, checkpoints: Path | None = None
+) -> list[set[int | None]]:
+    """The ids of the groups of each step; every step is saved if a directory is given."""
+    trained = []
     for step in range(first, last + 1):
-        async with manager.produce_batch(4, step, model_step=step - 1):
-            pass
+        async with manager.produce_batch(4, step, model_step=step - 1) as batch:
+            trained.append({group[0].group_id for group in batch.groups})
+        if checkpoints is not None:
+            await manager.save(checkpoints / str(step), step)
+    return trained
 
 
 async def five_steps(reopen: Reopen) -> None:
@@ -174,6 +186,84 @@ async def test_an_older_checkpoint_sets_the_store_back(reopen: Reopen, tmp_path:
         assert await manager.resume(tmp_path / "checkpoint") == 2
         await train(manager, 3, 5)
         assert (await closed_ledger(plane.buffer))["trained"] == 20
+
+
+async def test_g04_a_save_before_the_first_step_is_what_a_crash_before_the_next_one_is_resumed_from(
+    reopen: Reopen, tmp_path: Path
+) -> None:
+    async with colocated(reopen()) as (manager, _):
+        await manager.save(tmp_path / "checkpoint", 0)
+        trained = await train(manager, 1, 3)
+    async with colocated(reopen()) as (manager, plane):
+        assert await manager.resume(tmp_path / "checkpoint") == 0
+        assert await train(manager, 1, 3) == trained
+        assert await closed_ledger(plane.buffer) == {"issued": 12, "trained": 12}
+
+
+@pytest.mark.parametrize("keep_trained", [0, 3, 4, 11, 12, 13])
+async def test_g04_a_store_goes_back_to_every_checkpoint_that_it_has_all_later_groups_of_and_refuses_older_ones(
+    reopen: Reopen, tmp_path: Path, keep_trained: int
+) -> None:
+    checkpoints, steps = tmp_path / "checkpoints", 4
+    async with colocated(reopen(), keep_trained=keep_trained) as (manager, plane):
+        trained = await train(manager, 1, steps, checkpoints)
+    retained = min(keep_trained // 4, steps - 1)  # steps whose groups are all there
+    async with colocated(reopen(), keep_trained=keep_trained) as (manager, plane):
+        before = await plane.buffer.query({}), await plane.buffer.ledger(), await plane.buffer.storage.accounts()
+        for step in range(1, steps - retained):
+            with pytest.raises(
+                CheckpointTooOld,
+                match=rf"model step {step} .*{4 * (steps - step) - keep_trained} groups of task 'math'.*model step 4.*"
+                r"later checkpoint.*empty store.*keep_trained",
+            ):
+                await manager.resume(checkpoints / str(step))
+        assert before == (
+            await plane.buffer.query({}),
+            await plane.buffer.ledger(),
+            await plane.buffer.storage.accounts(),
+        )
+        first = steps - retained
+        assert await manager.resume(checkpoints / str(first)) == first
+        assert await train(manager, first + 1, steps) == trained[first:]
+        assert await closed_ledger(plane.buffer) == {"issued": 16, "trained": 16}
+
+
+async def test_g04_a_checkpoint_that_is_too_old_for_its_store_is_resumed_into_an_empty_one(
+    reopen: Reopen, tmp_path: Path
+) -> None:
+    async with colocated(reopen()) as (manager, _):
+        trained = await train(manager, 1, 4, tmp_path / "checkpoints")
+    async with colocated(SQLiteStorage(tmp_path / "other.db")) as (manager, plane):
+        assert await manager.resume(tmp_path / "checkpoints" / "2") == 2
+        assert await train(manager, 3, 4) == trained[2:]
+        assert await closed_ledger(plane.buffer) == {"issued": 16, "trained": 16}
+
+
+async def test_g04_saving_earlier_weights_again_does_not_hide_that_later_groups_were_dropped(
+    reopen: Reopen, tmp_path: Path
+) -> None:
+    async with ReplayBuffer(storage=reopen()) as buffer:
+        await buffer.put_many([make_group() for _ in range(2)], "math", model_step=0)
+        for step in (1, 2):
+            async with buffer.lease_batch({"math": 1}, train_step=step):
+                pass
+            await buffer.save(tmp_path / str(step), model_step=step)
+        await buffer.save(tmp_path / "0", model_step=0)
+        with pytest.raises(CheckpointTooOld):
+            await buffer.resume(tmp_path / "1")
+
+
+async def test_the_last_checkpoint_is_resumed_although_groups_were_taken_for_good_since(
+    reopen: Reopen, tmp_path: Path
+) -> None:
+    async with ReplayBuffer(storage=reopen()) as buffer:
+        await buffer.put_many([make_group() for _ in range(3)], "math", model_step=0)
+        await buffer.save(tmp_path / "checkpoint", model_step=0)
+        assert len(await buffer.get(1, "math", Status.COMPLETED)) == 1
+        async with buffer.lease_batch({"math": 1}, train_step=1):
+            pass
+        assert await buffer.resume(tmp_path / "checkpoint") == 0
+        assert await closed_ledger(buffer) == {"issued": 3, "buffered": 2, "trained": 1}
 
 
 async def test_a_process_a_step_behind_the_others_on_a_store_is_not_refused(postgres: Reopen) -> None:

@@ -623,7 +623,7 @@ class ReplayBuffer:
         """Take up a checkpoint, under any policy and in any storage; returns its model step.
 
         Into another storage than it was made from: that must be empty. Into the same durable store: what was
-        acknowledged for steps after the model step is handed out again.
+        acknowledged for steps after the model step is handed out again; CheckpointTooOld if the store has dropped some.
         """
         return (await self.resume_with(path)).model_step
 

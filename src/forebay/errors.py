@@ -10,6 +10,7 @@
     │   │   ├── ChangedDataset         another data set than the one that the store or checkpoint was drawn from
     │   │   └── InvalidRecord          a record of a data set that makes no prompt; has its index
     │   ├── StoreAhead                 the store was trained further than the run that opens it
+    │   ├── CheckpointTooOld           its store dropped groups that were trained after it
     │   ├── NameTaken                  a buffer of this name is there already
     │   ├── InvalidTrajectory          arrays that make no trajectory, or not one of the buffer's schema
     │   └── UnsupportedPayload         a value inside a sample that cannot be stored as plain data
@@ -51,6 +52,7 @@ __all__ = [
     "BufferLost",
     "ChangedDataset",
     "CheckpointError",
+    "CheckpointTooOld",
     "CursorMoved",
     "DamagedData",
     "DuplicateGroup",
@@ -141,6 +143,10 @@ class InvalidRecord(InvalidDataset):
 
 class StoreAhead(InvalidInput):
     """The store handed out batches for later train steps than the one this run starts with. Nothing was changed."""
+
+
+class CheckpointTooOld(InvalidInput):
+    """The store that a checkpoint was made from has dropped groups that were trained after it. Nothing was changed."""
 
 
 class NameTaken(InvalidInput):

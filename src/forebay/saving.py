@@ -19,6 +19,7 @@ import asyncio
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, nullcontext
 from os import PathLike
@@ -28,9 +29,10 @@ from msgspec.structs import asdict, replace
 
 from forebay.checkpoint import Checkpoint, CheckpointWriter, Manifest, open_checkpoint
 from forebay.codec import decode_account, decode_group, decode_record, encode_account, encode_group, encode_record
-from forebay.errors import DamagedData, InvalidInput, ReferenceLost
+from forebay.errors import CheckpointTooOld, DamagedData, InvalidInput, ReferenceLost
 from forebay.files import FileOps
 from forebay.ledger import Account, End, Place, rewound_watermark
+from forebay.query import parse
 from forebay.record import Record, Row, describe
 from forebay.references import as_values, resolve_group
 from forebay.rollout import Group, RolloutState, Status, group_status, reset_response
@@ -105,6 +107,10 @@ async def save_storage(
     writer = await in_thread(lambda: CheckpointWriter(directory, files), undo=CheckpointWriter.abort)
     chunks = _Chunks(writer)
     try:
+        if model_step is not None:
+            saved_step = await storage.saved_step()
+            if saved_step is None or saved_step > model_step:
+                await storage.saved(model_step)  # keeps what is acknowledged for later steps while this is written
         content = dict(extra())
         snapshot = await storage.snapshot()
         accounts = dict(snapshot.accounts)
@@ -212,6 +218,7 @@ async def resume_storage(storage: Storage, directory: str | PathLike[str], *, fi
             if manifest.model_step is None:
                 log.warning("checkpoint_without_weights path=%s the store is left as it is", directory)
             else:
+                await _check_retained(storage, manifest, manifest.model_step)
                 rewound = await storage.rewind(manifest.model_step)
                 log.info("store_rewound path=%s model_step=%d %s", directory, manifest.model_step, rewound)
             return manifest
@@ -228,6 +235,34 @@ async def resume_storage(storage: Storage, directory: str | PathLike[str], *, fi
         return manifest
     finally:
         checkpoint.close()
+
+
+async def _check_retained(storage: Storage, manifest: Manifest, model_step: int) -> None:
+    """CheckpointTooOld unless the store can bring back every group that was trained after the checkpoint.
+
+    It has all that were trained for steps after its last save. For every other checkpoint, what counts as trained and
+    would not come back must have been trained when the checkpoint was made.
+    """
+    saved_step = await storage.saved_step()
+    if saved_step == model_step:
+        return
+    accounts = await storage.accounts()  # before the records: what is acknowledged in between is among those only
+    archived = await storage.records(parse({"place": Place.ARCHIVED}), None)
+    kept = Counter(r.task_name for r in archived if r.train_step is not None and r.train_step > model_step)
+    dropped = {}
+    for task_name, account in accounts.items():
+        saved = decode_account(manifest.accounts[task_name]) if task_name in manifest.accounts else Account()
+        trained = account.ended.get(End.TRAINED, 0) - saved.ended.get(End.TRAINED, 0)
+        if trained > kept[task_name]:
+            dropped[task_name] = trained - kept[task_name]
+    if dropped:
+        listed = ", ".join(f"{groups} groups of task {task_name!r}" for task_name, groups in dropped.items())
+        raise CheckpointTooOld(
+            f"the checkpoint of model step {model_step} cannot be resumed into the store that it was made from: that "
+            f"has dropped {listed}, which were trained after the checkpoint (last save: model step {saved_step}). "
+            "Nothing was changed. Resume from a later checkpoint, or resume this one into an empty store; a store that "
+            "is opened with a larger keep_trained from the beginning can go back further"
+        )
 
 
 async def _rows(checkpoint: Checkpoint, accounts: Mapping[str, Account]) -> AsyncIterator[Row]:

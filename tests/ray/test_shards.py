@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import ray
 
-from forebay import BufferLost, GroupEnd, LostLease, ReplayBuffer, ReplayBufferConfig, Status, WaitTimeout
+from forebay import (
+    BufferLost,
+    CheckpointTooOld,
+    GroupEnd,
+    LostLease,
+    ReplayBuffer,
+    ReplayBufferConfig,
+    Status,
+    WaitTimeout,
+)
 from forebay.ray import RayReplayBuffer
 from forebay.ray import storage as storage_module
 from forebay.ray.actor import actor_name
@@ -251,6 +260,28 @@ async def test_a_checkpoint_goes_from_any_number_of_shards_to_any_other(
     async with ReplayBuffer() as local:
         await local.resume(tmp_path / "four")
         assert (await closed_ledger(local, names[0]))["trained"] == 2
+
+
+async def test_g04_a_checkpoint_that_is_too_old_for_one_shard_changes_none(
+    cluster: LocalCluster, new_name: NewName, tmp_path: Path
+) -> None:
+    dropped, kept = tasks_of("old", 2)
+    config = ReplayBufferConfig(storage=f"sqlite:///{tmp_path / 'store.db'}")
+    async with hosted(new_name(), config, shards=2) as buffer:
+        for name in (dropped, kept):
+            await fill(buffer, 1, name)
+        await buffer.save(tmp_path / "0", model_step=0)
+        async with buffer.lease_batch({dropped: 1}, train_step=1):
+            pass
+        await buffer.save(tmp_path / "1", model_step=1)
+        async with buffer.lease_batch({kept: 1}, train_step=2):
+            pass
+        with pytest.raises(CheckpointTooOld, match=f"1 groups of task '{dropped}', which"):
+            await buffer.resume(tmp_path / "0")
+        assert await closed_ledger(buffer, kept) == {"issued": 1, "trained": 1}
+        assert await buffer.resume(tmp_path / "1") == 1
+        assert await closed_ledger(buffer, dropped) == {"issued": 1, "trained": 1}
+        assert await closed_ledger(buffer, kept) == {"issued": 1, "buffered": 1}
 
 
 async def test_g01_when_one_of_the_actors_is_lost_the_tasks_of_the_others_go_on(

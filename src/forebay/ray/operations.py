@@ -285,6 +285,9 @@ class Operations:
     async def _saved(self, model_step: int, call: Exchange) -> None:
         await self.storage.saved(model_step)
 
+    async def _saved_step(self, args: None, call: Exchange) -> int | None:
+        return await self.storage.saved_step()
+
     async def _rewind(self, model_step: int, call: Exchange) -> dict[str, int]:
         return await self.storage.rewind(model_step)
 
@@ -422,6 +425,7 @@ OPERATIONS: Mapping[str, tuple[Any, _Method]] = {
     "discard": (str, Operations._discard),
     "set_priority": (dict[int, float], Operations._set_priority),
     "saved": (int, Operations._saved),
+    "saved_step": (None, Operations._saved_step),
     "rewind": (int, Operations._rewind),
     "note_ends": (None, Operations._note_ends),
     "ends": (tuple[str, int], Operations._ends),

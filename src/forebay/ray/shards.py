@@ -323,6 +323,10 @@ class ShardedStorage(Storage):
     async def saved(self, model_step: int) -> None:
         await self._all(lambda shard: shard.saved(model_step))
 
+    async def saved_step(self) -> int | None:
+        steps = await self._all(lambda shard: shard.saved_step())
+        return None if None in steps else max(steps)  # of the shard that has dropped most
+
     async def rewind(self, model_step: int) -> dict[str, int]:
         return _merged(await self._all(lambda shard: shard.rewind(model_step)))
 

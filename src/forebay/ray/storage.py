@@ -372,6 +372,10 @@ class RayStorage(Storage):
     async def saved(self, model_step: int) -> None:
         await self._call("saved", model_step, None, changing=True)
 
+    async def saved_step(self) -> int | None:
+        step: int | None = await self._call("saved_step", None, int | None, changing=False)
+        return step
+
     async def rewind(self, model_step: int) -> dict[str, int]:
         rewound: dict[str, int] = await self._call("rewind", model_step, dict[str, int], changing=True)
         self._not_due.clear()

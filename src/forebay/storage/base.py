@@ -359,10 +359,17 @@ class Storage(ABC):
 
     @abstractmethod
     async def saved(self, model_step: int) -> None:
-        """Weights of this step were saved with a checkpoint.
+        """Weights of this step were saved with a checkpoint, or the first one is about to be made.
 
         From the first such call on, a durable storage archives every group that is acknowledged for a later train
         step, until a call with that step (or a later one): only then is its training safe.
+        """
+
+    @abstractmethod
+    async def saved_step(self) -> int | None:
+        """The model step of the last `saved` or `rewind`; None before the first.
+
+        A durable storage has every group that was acknowledged since that call for a later step.
         """
 
     @abstractmethod

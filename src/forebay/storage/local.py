@@ -376,6 +376,9 @@ class LocalStorage(LocalEnds):
         self._trim_archive()
         await self._finish(())
 
+    async def saved_step(self) -> int | None:
+        return self._saved_step
+
     async def rewind(self, model_step: int) -> dict[str, int]:
         archived = [row for uid in self._archived if (row := self._table.get(uid)) is not None]
         lost = [row for row in archived if row.record.train_step is not None and row.record.train_step > model_step]

@@ -282,6 +282,9 @@ class PostgresStorage(PostgresLife):
         async with self._used():
             await self._connections.step(lambda step: leaving.saved(step, model_step, self._settings.keep_trained))
 
+    async def saved_step(self) -> int | None:
+        return await self._read(lambda connection: connection.fetchval("SELECT saved_step FROM store"))
+
     async def rewind(self, model_step: int) -> dict[str, int]:
         async with self._used():
             return await self._connections.step(lambda step: leaving.rewind(step, model_step))

@@ -209,6 +209,7 @@ class Leasing(Suite):
                 return
             await store.put(*(make_group(model_step=0) for _ in range(3)))
             await store.storage.set_watermark({"math": Watermark(9, Limits(20))})
+            assert await store.storage.saved_step() is None
             await store.storage.saved(1)
             for train_step in (1, 2, 3):
                 rows = await store.claim(
@@ -218,6 +219,7 @@ class Leasing(Suite):
             assert await store.line() == {"issued": 3, "trained": 3}
             assert len(await store.records(place="archived")) == 2, "what the saved weights do not know is kept"
             await store.storage.saved(2)
+            assert await store.storage.saved_step() == 2
             assert len(await store.records(place="archived")) == 1
             assert await store.storage.rewind(2) == {"math": 1}
             assert await store.line() == {"issued": 3, "trained": 2, "buffered": 1}
@@ -225,7 +227,8 @@ class Leasing(Suite):
             assert watermark == Watermark(3, Limits(20))
             (row,) = await store.claim(1)
             assert [state.response_ids for state in row.group] == [[0, 1, 2]] * 2
-            assert await store.storage.rewind(2) == {}
+            assert await store.storage.rewind(1) == {}
+            assert await store.storage.saved_step() == 1
 
         self.run(test)
 
