@@ -88,6 +88,7 @@ class EngineServer(CompletionServer):
 
     weights: dict[str, bytes] = field(default_factory=dict)
     version: str = "default"
+    model_path: str = ""  # SGLang names the directory that it loaded last
     cache_of: bytes = b""
     tails: int = 0
     paused: bool = False
@@ -102,6 +103,7 @@ class EngineServer(CompletionServer):
     def _start_up(self) -> None:
         self.weights = _load(self.started_with)
         self.version, self.cache_of, self.paused = self.started_version, self._made_of, False
+        self.model_path = str(self.started_with)
 
     @property
     def _made_of(self) -> bytes:
@@ -120,17 +122,24 @@ class EngineServer(CompletionServer):
     def root(self) -> str:
         return self.url.removesuffix("/v1")
 
-    async def restart(self) -> None:
-        """As a process that is killed and started again: all connections are cut, and the first weights are back."""
+    async def kill(self) -> None:
+        """As a process that is killed: all connections are cut."""
         assert self._server is not None
         self._server.close()
         for handler in list(self._handlers):
             handler.cancel()
         await asyncio.gather(*self._handlers, return_exceptions=True)
         await self._server.wait_closed()
+
+    async def start_again(self) -> None:
+        """Another process at the same address; the first weights are back."""
         self.start = (self.start or 0) + 1
         self._start_up()
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+
+    async def restart(self) -> None:
+        await self.kill()
+        await self.start_again()
 
     def load(self, directory: Path) -> None:
         """New weights by a way that nobody watches; it drops the cache."""
@@ -258,7 +267,7 @@ class EngineServer(CompletionServer):
         return {"random_seed": int(self.start or 0), "startup_time": {"scheduler_e2e": self.start}}
 
     async def _sglang_model_info(self, _: Any) -> Any:
-        return {"model_path": str(self.started_with), "weight_version": self.version}
+        return {"model_path": self.model_path, "weight_version": self.version}
 
     async def _sglang_v1_loads(self, _: Any) -> Any:
         self.snapshots += 1
@@ -281,6 +290,7 @@ class EngineServer(CompletionServer):
             return 400, {"success": False, "message": "Weights were updated, but the cache was not flushed"}
         self.cache_of, self.version = self._made_of, self.version if self.keep_version else body["weight_version"]
         self.keep_version = max(0, self.keep_version - 1)
+        self.model_path = body["model_path"]
         return {"success": True, "message": "Succeeded to update model weights."}
 
     async def _sglang_weights_checker(self, body: Any) -> Any:

@@ -22,6 +22,7 @@ from forebay import (
     DisaggregatedAgentLoopManager,
     EngineError,
     EngineRestarted,
+    EngineUnavailable,
     FunctionAgentLoop,
     InvalidConfig,
     InvalidInput,
@@ -300,6 +301,7 @@ async def test_what_the_server_was_started_with_can_be_given(
     server: EngineServer, weights: Callable[[int], Path]
 ) -> None:
     started_with, server.started_with = server.started_with, Path("/nowhere")
+    server.model_path = "/nowhere"
     unknown = CONTROLS[server.kind](server.root)
     assert (await unknown.update_weights(weights(1), model_step=1)).unchecked == len(TENSORS)
     assert (await unknown.update_weights(weights(2), model_step=2)).checked == 5
@@ -319,7 +321,14 @@ async def test_without_verification_checksums_are_not_asked_for(
 
 
 @pytest.mark.parametrize(
-    "settings", [{"url": "http://here/v1"}, {"url": "ftp://here"}, {"idle_timeout_s": 0}, {"load_timeout_s": True}]
+    "settings",
+    [
+        {"url": "http://here/v1"},
+        {"url": "ftp://here"},
+        {"idle_timeout_s": 0},
+        {"load_timeout_s": True},
+        {"down_timeout_s": 0},
+    ],
 )
 def test_bad_settings_of_a_control_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig):
@@ -446,6 +455,177 @@ async def test_a_server_that_cannot_be_reached_cannot_be_said_to_have_weights(se
         with pytest.raises(EngineError, match="said to have the weights of step 3, but cannot be reached"):
             await loop.weights_loaded(3)
     await server.__aenter__()
+
+
+@pytest.mark.parametrize("controlled", [True, False])
+async def test_g13_a_new_run_takes_no_token_of_the_weights_of_an_earlier_run(
+    server: EngineServer, control: EngineControl, weights: Callable[[int], Path], controlled: bool
+) -> None:
+    await CONTROLS[server.kind](server.root).update_weights(weights(3), model_step=3)  # by the earlier run
+    async with loop_of(server, engine=control if controlled else None) as loop, plane(loop) as (manager, _):
+        with pytest.raises(EngineRestarted, match=r"reports version 3, but step 0 was asked for.*update_weights"):
+            await manager.produce_loop(2)
+        assert not server.received
+        if controlled:
+            await control.update_weights(weights(0), model_step=0, manager=manager)
+        else:
+            await server.restart()
+        producing = asyncio.create_task(manager.produce_loop(2))
+        async with manager.get_batch(2, 1, timeout_s=HANG_S) as batch:
+            assert wrong_spans(batch.groups) == []
+    await producing
+
+
+async def test_a_control_that_knows_the_start_up_weights_updates_a_server_of_an_earlier_run(
+    server: EngineServer, weights: Callable[[int], Path]
+) -> None:
+    await CONTROLS[server.kind](server.root).update_weights(weights(3), model_step=3)
+    await CONTROLS[server.kind](server.root, weights=weights(0)).update_weights(weights(0), model_step=0)
+    assert (server.step, server.version) == (0, "0")
+
+
+async def test_g13_a_server_that_was_away_at_step_0_is_asked_for_its_version_when_it_is_back(
+    server: EngineServer, control: EngineControl, weights: Callable[[int], Path]
+) -> None:
+    await server.kill()
+    async with loop_of(server, engine=control) as loop:
+        await loop.weights_loaded(0)
+        server.started_with, server.started_version = weights(3), "3"
+        await server.start_again()
+        with pytest.raises(EngineRestarted, match="reports version 3, but step 0 was asked for"):
+            await loop.generate_group([sample(0)])
+
+
+@pytest.mark.parametrize(("version", "step"), [("default", 0), ("default", 3), ("0", 0), ("3", 3), ("v3-final", 0)])
+async def test_versions_that_are_no_other_step_are_accepted(
+    server: EngineServer, control: EngineControl, version: str, step: int
+) -> None:
+    server.version = version
+    async with loop_of(server, engine=control) as loop:
+        await loop.weights_loaded(step)
+        (state,) = await loop.generate_group([sample(0)])
+    assert state.status is Status.COMPLETED
+
+
+# --- an update waits for a server that is away ----------------------------------------------------------
+
+
+def at(server: EngineServer, moment: str, event: Callable[[], Awaitable[None]]) -> None:
+    """Something happens once, when the server is asked for a path and before it answers."""
+    answer = server.control
+    pending = True
+
+    async def control(method: str, path: str, body: Any) -> tuple[int, bytes]:
+        nonlocal pending
+        if pending and path.split("?")[0] == moment:
+            pending = False
+            await event()
+        return await answer(method, path, body)
+
+    server.control = control  # type: ignore[method-assign]
+
+
+HOLD = {"vllm": "/pause", "sglang": "/flush_cache"}
+LOAD = {"vllm": "/collective_rpc", "sglang": "/update_weights_from_disk"}
+VERSION = {"vllm": "/weight_info", "sglang": "/model_info"}
+
+
+@pytest.mark.parametrize("verify", [True, False])
+async def test_an_update_waits_for_a_server_that_is_away(
+    server: EngineServer, weights: Callable[[int], Path], verify: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    control = CONTROLS[server.kind](server.root, verify=verify)
+    trained: list[list[RolloutState]] = []
+    async with loop_of(server, engine=control, max_tokens=60) as loop, plane(loop) as (manager, buffer):
+        producing = asyncio.create_task(manager.produce_loop(2))
+        for step in (1, 2):
+            async with manager.get_batch(2, step, timeout_s=HANG_S) as batch:
+                trained += batch.groups
+            await until(lambda: server.active >= 2)
+            await server.kill()
+            caplog.clear()
+            update = asyncio.create_task(control.update_weights(weights(step), model_step=step, manager=manager))
+            await until(lambda: "engine_away" in caplog.text and str(manager.producer_state) == "paused")
+            assert not update.done()
+            await server.start_again()
+            assert (await update).checked == (5 if verify else 0)
+            assert (server.version, server.step, server.paused) == (str(step), step, False)
+        async with manager.get_batch(2, 3, timeout_s=HANG_S) as batch:
+            trained += batch.groups
+        await manager.pause_produce()
+        assert (await closed_ledger(buffer)).get("failed", 0) == 0
+    await producing
+    assert wrong_spans(trained) == []
+    assert server.updates_while_busy == 0
+
+
+@pytest.mark.parametrize("moment", [HOLD, LOAD, VERSION])
+@pytest.mark.parametrize("verify", [True, False])
+async def test_an_update_is_repeated_from_its_beginning_if_the_server_restarts_in_the_middle(
+    server: EngineServer, weights: Callable[[int], Path], moment: dict[str, str], verify: bool
+) -> None:
+    control = CONTROLS[server.kind](server.root, verify=verify)
+    await control.update_weights(weights(1), model_step=1)
+    restarts: list[asyncio.Task[None]] = []
+
+    async def restart() -> None:
+        restarts.append(asyncio.create_task(server.restart()))
+        await asyncio.Event().wait()  # until this connection is cut
+
+    at(server, moment[server.kind], restart)
+    await control.update_weights(weights(2), model_step=2)
+    assert len(restarts) == 1
+    assert (server.version, server.step, server.paused) == ("2", 2, False)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+async def test_g13_an_update_of_which_two_processes_took_a_part_each_is_repeated(
+    server: EngineServer, weights: Callable[[int], Path], verify: bool
+) -> None:
+    """No request fails: the server restarts between two of them."""
+    control = CONTROLS[server.kind](server.root, verify=verify)
+    await control.update_weights(weights(1), model_step=1)
+
+    async def become_another() -> None:
+        server.start = (server.start or 0) + 1
+        server._start_up()
+
+    at(server, {"vllm": "/update_weight_version", "sglang": "/model_info"}[server.kind], become_another)
+    await control.update_weights(weights(2), model_step=2)
+    assert (server.version, server.step) == ("2", 2)
+
+
+async def test_g13_an_update_of_a_restarted_server_is_compared_with_its_start_up_weights(
+    server: EngineServer, control: EngineControl, weights: Callable[[int], Path]
+) -> None:
+    """What it did not take differs from the weights before the restart, too."""
+    await control.update_weights(weights(1), model_step=1)
+    await server.restart()
+    server.partial_updates = 1
+    with pytest.raises(EngineError, match="only part of the weights"):
+        await control.update_weights(weights(2), model_step=2)
+    assert (await control.update_weights(weights(2), model_step=2)).checked == 5
+    assert server.step == 2
+
+
+async def test_an_update_of_a_server_that_stays_away_is_an_error_and_can_be_repeated(
+    server: EngineServer, weights: Callable[[int], Path]
+) -> None:
+    control = CONTROLS[server.kind](server.root, down_timeout_s=0.1)
+    async with loop_of(server, engine=control, max_tokens=60) as loop, plane(loop) as (manager, buffer):
+        producing = asyncio.create_task(manager.produce_loop(2))
+        await until(lambda: server.active >= 2)
+        await server.kill()
+        for _ in range(2):
+            with pytest.raises(EngineUnavailable, match=r"weights of step 1 were not loaded.*down_timeout_s is 0.1"):
+                await control.update_weights(weights(1), model_step=1, manager=manager)
+            assert str(manager.producer_state) == "paused"
+            assert (await closed_ledger(buffer)).get("in_flight", 0) == 0
+        await server.start_again()
+        await control.update_weights(weights(1), model_step=1, manager=manager)
+        async with manager.get_batch(2, 1, timeout_s=HANG_S) as batch:
+            assert wrong_spans(batch.groups) == []
+    await producing
 
 
 # --- what is sent and what is reported ------------------------------------------------------------------

@@ -8,7 +8,8 @@ by them. So tokens count only once a `confirm()` that began after their connecti
 How a server says which process it is: the start time in its `/metrics` (vLLM), the random seed and start-up times in
 its `/server_info` (SGLang), or else the version of its weights, which a restart sets back. A server that publishes none
 of these is taken for restarted whenever a connection to it was lost. At model step 0 a restart changes nothing: the
-start-up weights are the weights.
+start-up weights are the weights. A server that reports another step by then still has the weights of an earlier run,
+and nothing from it counts.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ import msgspec
 
 from forebay.errors import EngineError, EngineRestarted
 
-__all__ = ["Engine", "EngineGone", "Fetch", "Process", "ServerGate", "Unreachable"]
+__all__ = ["Engine", "EngineGone", "Fetch", "Process", "ServerGate", "Unreachable", "is_step"]
 
 log = logging.getLogger(__name__)
 
 _START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})? ([0-9.eE+]+)\s*$", re.MULTILINE)
+_STEP = re.compile(r"[0-9]{1,18}")
 _VERSION_PATHS = ("/weight_info", "/model_info", "/get_model_info")
 _MOST_SPACING_S = 0.25  # a pause may wait for so long
 
@@ -107,6 +109,9 @@ class ServerGate:
                 f"{self.url} was loaded with the weights of step {self.model_step} by its control, and is said to have "
                 f"those of step {model_step}; give them to update_weights of the control"
             )
+        if self.controlled or model_step == 0:
+            with suppress(Unreachable):  # asked again before anything from it counts
+                await self._check_version(model_step)
         self.model_step, self._doubt, self._expected, self._explicit = model_step, None, None, False
         if model_step > 0:
             try:
@@ -115,6 +120,16 @@ class ServerGate:
                 problem = f"it is said to have the weights of step {model_step}, but cannot be reached: {error}"
                 self.doubt(problem)
                 raise self._restarted(problem) from error
+
+    async def _check_version(self, model_step: int) -> None:
+        """EngineRestarted if the server, which our control has not loaded, reports the weights of another step."""
+        version = await self.version()
+        if is_step(version) and version != str(model_step):
+            raise EngineRestarted(
+                f"{self.url} reports version {version}, but step {model_step} was asked for: it still has the weights "
+                f"of an earlier run. Load those of step {model_step} with update_weights of its control, or restart "
+                "the server"
+            )
 
     def loaded(self, model_step: int, process: Process) -> None:
         """A control has loaded the weights of this step into this process."""
@@ -216,7 +231,7 @@ class ServerGate:
 
     async def ask(self) -> Process:
         """Which process answers at the address now; Unreachable if none does."""
-        process = await self._start_time() or await self._start_up()
+        process = await self.started()
         if not process:
             version = await self.version()
             process = "" if version in (None, "default") else f"with weights {version}"
@@ -224,6 +239,10 @@ class ServerGate:
             log.warning("server_anonymous url=%s: restarts cannot be told from lost connections", self.url)
         self._anonymous = not process
         return process
+
+    async def started(self) -> Process:
+        """As `ask`, by what an update of the weights does not change; empty if the server does not say."""
+        return await self._start_time() or await self._start_up()
 
     async def _start_time(self) -> str:
         if self._has_metrics:
@@ -255,7 +274,10 @@ class ServerGate:
     async def _check(self, found: Process) -> None:
         if self._doubt is None:
             if self._expected is None:
-                self._expected = found
+                if self.model_step is not None:
+                    await self._check_version(self.model_step)
+                if self._expected is None:
+                    self._expected = found
             if found == self._expected:
                 return
             harmless = not self.model_step and not self._explicit
@@ -276,6 +298,15 @@ class ServerGate:
             f"{self.url} is not known to have the weights of step {self.model_step}: {reason}. What it generated is "
             "not used. Push the weights again and continue, or set trust_restarts=True if it starts with the right ones"
         )
+
+
+def is_step(version: str | None) -> bool:
+    """Whether a version is one that an update has set, and not that of a server as it started.
+
+    >>> is_step("3"), is_step("default"), is_step(None)
+    (True, False, False)
+    """
+    return version is not None and _STEP.fullmatch(version) is not None
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:

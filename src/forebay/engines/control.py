@@ -6,6 +6,8 @@ What `update_weights` promises
 - It returns only if the server took all of the weights (its checksums changed exactly where the files did), dropped the
   cache of the old ones, and reports the new version. Otherwise it raises, the producer stays paused, nothing is lost,
   and the call can be repeated. Until it succeeds no token of that server counts (see `agent_loop.gate`).
+- A server that is away, or restarts meanwhile, is waited for, and the update is repeated from its beginning. After
+  `down_timeout_s` it is EngineUnavailable.
 - Files that would break the server (missing, foreign or misshapen tensors) are refused before it is touched.
 
 A control has no connection of its own to close, and can be used from any event loop: each call makes a fresh one.
@@ -17,7 +19,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -26,11 +28,12 @@ from typing import Protocol, TypeVar
 import httpx
 import msgspec
 
-from forebay.agent_loop.gate import EngineGone, Process, ServerGate, Unreachable
+from forebay.agent_loop.gate import EngineGone, Process, ServerGate, Unreachable, is_step
+from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.agent_loop.server import authorization, checked_url, fetch, is_refused
 from forebay.checks import whole_number
 from forebay.engines.weights import Checksums, Tensor, check_reloadable, check_same_tensors, check_update, read_weights
-from forebay.errors import EngineError, InvalidConfig
+from forebay.errors import EngineError, EngineUnavailable, InvalidConfig
 from forebay.threads import Turns, in_thread, see_through
 
 __all__ = ["Checksums", "EngineControl", "Producer", "WeightUpdate"]
@@ -61,8 +64,9 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Loaded(msgspec.Struct, frozen=True):
-    """Weights that the server is known to have, or to have had when it started."""
+    """Weights that a process of the server is known to have, or to have had when it started."""
 
+    process: Process
     path: Path
     tensors: dict[str, Tensor]
     checksums: dict[str, dict[str, str]]
@@ -77,6 +81,7 @@ class EngineControl(ABC):
     - `verify`: compare checksums. It reads every file of weights once; without it a server may take half of an update.
     - `trust_restarts`: the server loads the current weights by itself whenever it starts.
     - `idle_timeout_s`, `load_timeout_s`: how long it may take to run dry, and to load weights.
+    - `down_timeout_s`: how long `update_weights` waits for a server that is away.
 
         control = VLLMControl("http://127.0.0.1:8000")
         loop = OpenAIAgentLoop("http://127.0.0.1:8000/v1", "policy", engine=control)
@@ -93,6 +98,7 @@ class EngineControl(ABC):
         trust_restarts: bool = False,
         idle_timeout_s: float = 60.0,
         load_timeout_s: float = 600.0,
+        down_timeout_s: float = DOWN_TIMEOUT_S,
     ) -> None:
         self.url = checked_url(url)
         if self.url.endswith("/v1"):
@@ -102,12 +108,14 @@ class EngineControl(ABC):
                 raise InvalidConfig(f"{name} is {value!r}; expected a positive number of seconds")
         self.verify = bool(verify)
         self.idle_timeout_s, self.load_timeout_s = float(idle_timeout_s), float(load_timeout_s)
+        self.down_timeout_s = Outage(self.url, down_timeout_s).down_timeout_s
         self.gate = ServerGate(self.url, self._get, trust_restarts=trust_restarts, controlled=True)
         self._weights = None if weights is None else _absolute(weights)
         self._headers = authorization(api_key)
         self._tls = httpx.create_ssl_context() if self.url.startswith("https:") else False
         self._turns = Turns()
         self._loaded: _Loaded | None = None
+        self._before: _Loaded | None = None  # what an update is compared with
         self._step: int | None = None
         self._held = False  # the server is kept from generating, because it may have broken weights
 
@@ -153,16 +161,28 @@ class EngineControl(ABC):
         """
         whole_number("model_step", model_step, least=0)
         directory, began = _absolute(path), time.monotonic()
+        outage = Outage(self.url, self.down_timeout_s)
         async with self._turns():
             tensors = await in_thread(lambda: read_weights(directory)) if self.verify else {}
-            baseline = await self._baseline()
-            if baseline is not None:
-                check_same_tensors(tensors, baseline.tensors, directory)
-            if manager is not None:
-                await manager.pause_produce()
-            checked, unchecked = await self._load(
-                directory, tensors, model_step, lambda checksums: self._check(baseline, tensors, checksums)
-            )
+            while True:
+                process: Process | None = None
+                try:
+                    process = await self._asked(self.gate.started())
+                    checked, unchecked = await self._update(directory, tensors, model_step, process, manager)
+                    break
+                except EngineError as error:
+                    if not await self._is_away(error, process):
+                        raise
+                    if manager is not None:
+                        with suppress(EngineError):  # it is paused all the same, and asked again by the next attempt
+                            await manager.pause_produce()
+                    try:
+                        await outage.wait(str(error), self.gate.ask)
+                    except EngineUnavailable as unavailable:
+                        raise EngineUnavailable(
+                            f"the weights of step {model_step} were not loaded; update them again. {unavailable}"
+                        ) from error
+            outage.over()
             if manager is not None:
                 await manager.continue_produce(model_step)
         seconds = time.monotonic() - began
@@ -178,13 +198,37 @@ class EngineControl(ABC):
         except Unreachable as error:
             raise EngineError(f"{self.url} does not say which weights it has: {error}") from error
 
+    async def _is_away(self, error: EngineError, process: Process | None) -> bool:
+        """Whether an attempt failed because the server is away, or is not the process any more that it began with."""
+        if process is None or isinstance(error, EngineGone):
+            return True
+        try:
+            return await self.gate.started() != process
+        except Unreachable:
+            return True
+
     # --- the order ------------------------------------------------------------------------------------
+
+    async def _update(
+        self, directory: Path, tensors: dict[str, Tensor], model_step: int, process: Process, manager: Producer | None
+    ) -> tuple[int, int]:
+        """One attempt at an update, which leaves the manager paused."""
+        baseline = await self._baseline(process)
+        for known in (baseline, self._loaded):
+            if known is not None and self.verify:
+                check_same_tensors(tensors, known.tensors, directory)
+        if manager is not None:
+            await manager.pause_produce()
+        return await self._load(
+            directory, tensors, model_step, process, lambda checksums: self._check(baseline, tensors, checksums)
+        )
 
     async def _load(
         self,
         directory: Path,
         tensors: dict[str, Tensor],
         model_step: int,
+        started: Process,
         check: Callable[[Checksums], tuple[int, int]],
     ) -> tuple[int, int]:
         """Load and check; how many tensors were checked, and how many could not be."""
@@ -210,11 +254,14 @@ class EngineControl(ABC):
                 raise EngineError(
                     f"{self.url} was given the weights of step {model_step}, but reports version {found!r}"
                 )
-            process = await self._process()
+            process = await self._asked(self.gate.ask())
+            if await self._asked(self.gate.started()) != started:
+                raise EngineGone(f"{self.url} restarted during an update of its weights")
         except BaseException as error:
             self.gate.doubt(f"an update to step {model_step} failed: {type(error).__name__} {error}".rstrip())
             raise
-        self._loaded, self._step = _Loaded(directory, tensors, _plain(checksums)), model_step
+        self._loaded, self._step = _Loaded(started, directory, tensors, _plain(checksums)), model_step
+        self._before = self._loaded
         self._held = False
         await self._let_go()
         self.gate.loaded(model_step, process)
@@ -233,8 +280,13 @@ class EngineControl(ABC):
             assert step is not None
             if self.verify and await in_thread(lambda: read_weights(loaded.path)) != loaded.tensors:
                 raise EngineError(f"the weights at {loaded.path} changed since they were loaded; update the weights")
+            process = await self._asked(self.gate.started())
             await self._load(
-                loaded.path, loaded.tensors, step, lambda checksums: self._check_same(loaded.checksums, checksums)
+                loaded.path,
+                loaded.tensors,
+                step,
+                process,
+                lambda checksums: self._check_same(loaded.checksums, checksums),
             )
             log.warning("weights_loaded_again url=%s model_step=%d", self.url, step)
 
@@ -258,20 +310,23 @@ class EngineControl(ABC):
             )
         return len(digests), 0
 
-    async def _baseline(self) -> _Loaded | None:
-        """What the server was last loaded with, or started with; None if that cannot be known."""
+    async def _baseline(self, process: Process) -> _Loaded | None:
+        """What this process was last loaded with, or started with; None if that cannot be known."""
         if not self.verify:
             return None
-        if self._loaded is None:
-            directory = self._weights or await self._started_with()
-            if directory is not None and (self._weights is not None or directory.is_dir()):
+        if self._before is None or self._before.process != process:
+            self._before = None
+            # A server that reports a step has not had its start-up weights since.
+            given = None if is_step(await self.version()) else self._weights
+            directory = given or await self._asked(self._started_with())
+            if directory is not None and (given is not None or directory.is_dir()):
                 tensors = await in_thread(lambda: read_weights(directory))
-                self._loaded = _Loaded(directory, tensors, _plain(await self._checksums()))
-        return self._loaded
+                self._before = _Loaded(process, directory, tensors, _plain(await self._checksums()))
+        return self._before
 
-    async def _process(self) -> Process:
+    async def _asked(self, question: Awaitable[T]) -> T:
         try:
-            return await self.gate.ask()
+            return await question
         except Unreachable as error:
             raise EngineError(f"{self.url} cannot be reached: {error}") from error
 
