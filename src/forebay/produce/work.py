@@ -43,6 +43,7 @@ from forebay.waiting import RESOLUTION_S
 
 __all__ = ["STAGES", "Stage", "Steps", "Works", "look_at"]
 
+_MAX_ASIDE = 3  # pauses that a group is judged over before it is a suspect
 STAGES = ("resting", "generating", "judging", "storing")
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class Works:
         self._stages: dict[asyncio.Task[None], Stage] = {}
         self._suspects: dict[int, tuple[int, float]] = {}  # times cut short in a row; rests until
         self._judging_failed: float | None = None  # since when rewards or filters raise
-        self._judged_s: dict[int, float] = {}  # how long groups were judged before they were set aside
+        self._aside: dict[int, tuple[float, int]] = {}  # how long groups were judged, and how often set aside
         self._pause: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that the last group was started on
 
@@ -476,14 +477,15 @@ class Works:
         clock = asyncio.get_running_loop().time
         began, times = clock(), 0
         # Over all attempts: a pause must not begin the time of a reward that hangs again.
-        deadline = began + self._timeouts.judge_give_up_s - self._judged_s.pop(stage.group_id, 0.0)
+        before_s, aside = self._aside.pop(stage.group_id, (0.0, 0))
+        deadline = began + self._timeouts.judge_give_up_s - before_s
         while True:
             judged, cancelled = await self._judge_once(members, stage.group_id, max(0.0, deadline - clock()))
             if judged is None:
                 set_aside(members)
-                self._judged_s[stage.group_id] = self._timeouts.judge_give_up_s - (deadline - clock())
-                if cancelled is None:
-                    self._cut_short(stage.group_id)  # a pause did not wait for it: the next ones shall not, either
+                self._aside[stage.group_id] = before_s + clock() - began, aside + 1
+                if cancelled is None and aside + 1 >= _MAX_ASIDE:
+                    self._cut_short(stage.group_id)  # pauses waited for it in vain: the next ones shall not
                 return Judged(), None, cancelled
             self._note_outage(stage, judged)
             if judged.error is None:
@@ -602,7 +604,7 @@ class Works:
         else:
             self.stragglers.discard(outcome.group_id)
             self._suspects.pop(outcome.group_id, None)
-            self._judged_s.pop(outcome.group_id, None)
+            self._aside.pop(outcome.group_id, None)
 
 
 def look_at(future: asyncio.Future[Any]) -> None:
