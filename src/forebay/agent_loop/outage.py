@@ -121,7 +121,7 @@ class Outage:
             if left_s <= RESOLUTION_S:
                 raise EngineUnavailable(
                     f"{self.name} could not be reached for {clock() - self._since:.0f} s (down_timeout_s is "
-                    f"{self.down_timeout_s:g}): {self._reason}. Nothing was lost and no try was spent: start producing "
+                    f"{self.down_timeout_s:g}): {self._reason}. Nothing was lost and no try was spent: try "
                     "again when it is back"
                 )
             delay_s = min(self.first_delay_s * 2.0 ** min(self._delays, 16), _MAX_DELAY_S, left_s)
