@@ -173,8 +173,7 @@ class AgentLoop(ABC):
                     start_again(state)
                 state.status = Status.INIT
             else:
-                members = (result,) if isinstance(result, RolloutState) else result
-                if not any(isinstance(member, RolloutState) and member.status is Status.ABORTED for member in members):
+                if not isinstance(result, RolloutState) or result.status is not Status.ABORTED:
                     self._answered += 1
                     self.outage.over()
                 return result
