@@ -301,7 +301,7 @@ def test_g11_random_sizes_and_limits_train_or_say_why_not_and_never_wait_silentl
             assert trained == 4 * batch
         await closed_ledger(buffer)
 
-    run(main, seed=seed)  # SimulationStuck if it waits for ever
+    run(main, seed=seed)  # SimulationStuck if it waits forever
 
 
 # --- tasks that nobody produces -----------------------------------------------------------------------

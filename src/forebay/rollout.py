@@ -540,7 +540,7 @@ def _are_numbers(items: Sequence[Any]) -> bool:
 
 
 def _is_small(number: int) -> bool:
-    """Whether a whole number fits into 64 bits."""
+    """Whether an integer fits into 64 bits."""
     return -(2**63) <= number < 2**64
 
 
@@ -570,7 +570,7 @@ def _value_bytes(value: Any, counted: set[Resolved], *, inside_reference: bool =
                 kind = type(item)
                 if kind in _NUMBERS:
                     if kind is int and not _is_small(item):
-                        raise UnsupportedPayload("a whole number has more than 64 bits")
+                        raise UnsupportedPayload("an integer has more than 64 bits")
                     size += 8
                 elif kind is str:
                     size += _text_bytes(item)

@@ -193,7 +193,7 @@ class Manager:
             raise cancelled
 
     async def _clean_up(self) -> None:
-        """Bring in all that is under way after an error, which is the one to hear of."""
+        """Return all groups in flight to the buffer after an error; that error is the one to raise."""
         try:
             await self._close_strategies()
         except Exception:
