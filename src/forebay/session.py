@@ -244,7 +244,7 @@ class Session:
             self._asked.remove(wants)
 
     async def refused(self, task_name: str, prompts: Sequence[Facts]) -> None:
-        """Prompts (none: of any size) found no room. InvalidConfig if the producer waits, too, and would wait forever."""
+        """Prompts (none: of any size) found no room. InvalidConfig if the producer would wait forever, too."""
         is_news, self._refused = self._refused is None, (task_name, tuple(prompts))
         for wants in self._asked:
             await self.check_can_come(wants)
