@@ -64,10 +64,9 @@ async def test_g03_a_server_that_is_killed_in_the_middle_costs_time_only(
     """Default settings: no group fails, no try is spent, no token that was received is lost."""
     control = control_class(server.url)
     async with open_plane(server, members=_MEMBERS, max_tokens=_TOKENS, control=control) as plane:
-        producer = plane.produce()
-        await plane.train(1)
-        await control.update_weights(versions[1], model_step=1, manager=plane.manager)
-        await plane.interrupt(1)
+        await control.update_weights(versions[1], model_step=1)
+        await plane.manager.continue_produce(1)
+        producer = plane.produce()  # which has more to generate than is waited for below, however fast the server is
         for _ in range(2):
             await plane.streamed.more(300)
             await asyncio.to_thread(server.kill)
@@ -82,7 +81,7 @@ async def test_g03_a_server_that_is_killed_in_the_middle_costs_time_only(
         assert await plane.failed() == 0
         assert {state.num_tries for state in await plane.samples()} == {0}
         assert await plane.tokens() == plane.streamed.tokens
-        await _assert_versions_are_true(plane, reference, {0, 1})
+        await _assert_versions_are_true(plane, reference, {1})
 
 
 async def test_an_update_of_a_server_that_died_waits_for_it(
