@@ -66,7 +66,7 @@ def fate(task_name: str, group_id: int) -> str:
 
 
 class Outages:
-    """One part of the world that is away now and then: for some calls, of those that are made of it."""
+    """One part of the world that is away once in a life: for some calls, of those that are made of it."""
 
     def __init__(self, part: str, log: Log) -> None:
         self.part, self._log = part, log
@@ -77,7 +77,7 @@ class Outages:
         if part != self.part:
             return
         self._calls += 1
-        if self._calls % 20 == 0:
+        if self._calls == 8:
             self._left = 5
             self._log.write("outage", self._calls)
         if self._left:

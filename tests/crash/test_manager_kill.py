@@ -105,7 +105,7 @@ def test_g04_a_process_that_is_killed_ten_times_skips_nothing_and_trains_nothing
 
 
 def kill_in_outages(directory: Path, part: str, kind: str, kills: int) -> int:
-    """How many outages there were; the kills come soon after one has begun, as often as not."""
+    """How many outages there were, at most one in a life; kills come before, in and soon after it."""
     kill_often(directory, f"{kind} {part}", kills, seed=3, events=10, calls=2_000)
     return (directory / "log").read_text().count("outage ")
 

@@ -56,7 +56,8 @@ class AgentLoop(ABC):
     # Made at the first use: a subclass need not call our constructor, and a loop may outlive an event loop.
     _pause: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
     _outage: Outage | None = None
-    _answered: int = 0  # calls of `generate` that succeeded
+    _begun: int = 0  # calls of `generate`
+    _answered: int = 0  # the number of the last of them to begin that succeeded
     _traced: frozenset[type[Exception]] = frozenset()  # kinds of errors whose traceback was logged
 
     @abstractmethod
@@ -148,16 +149,18 @@ class AgentLoop(ABC):
     async def _generate_through_outages(
         self, state: RolloutState, enable_partial_rollout: bool
     ) -> RolloutState | Sequence[RolloutState]:
-        answered: int | None = None  # calls of this loop that had succeeded when this one failed last
+        failed_at: int | None = None  # how many calls had begun when this one failed last
         while True:
+            self._begun += 1
+            call = self._begun
             try:
                 result = await self.generate(state, enable_partial_rollout=enable_partial_rollout)
             except Exception as error:
                 if isinstance(error, ForebayError) or not is_outage(error):
                     raise
-                if answered is not None and answered != self._answered:
-                    raise  # others succeed: it is not the engine, but a tool, say, or this very prompt
-                answered = self._answered
+                if failed_at is not None and self._answered > failed_at:
+                    raise  # a later call succeeded: it is not the engine, but a tool, say, or this very prompt
+                failed_at = self._begun
                 waiting = asyncio.ensure_future(self.outage.wait(f"{type(error).__name__}: {error}"))
                 pausing = asyncio.ensure_future(self.until_paused())
                 try:
@@ -174,7 +177,7 @@ class AgentLoop(ABC):
                 state.status = Status.INIT
             else:
                 if not isinstance(result, RolloutState) or result.status is not Status.ABORTED:
-                    self._answered += 1
+                    self._answered = max(self._answered, call)
                     self.outage.over()
                 return result
 
