@@ -293,6 +293,23 @@ def test_an_outage_of_the_engine_loses_nothing(seconds: float, partial: bool) ->
     run(main)
 
 
+def test_answers_that_were_on_their_way_do_not_make_an_outage_a_fault_of_others() -> None:
+    async def main() -> None:
+        async def generate(state: RolloutState) -> None:
+            if 20 < now() < 50:
+                raise ConnectionRefusedError("connection refused")
+            await asyncio.sleep(1 + (state.rollout_id or 0) % 7)  # a request that was accepted is answered
+            answer(state)
+
+        plane = Plane(FunctionAgentLoop(generate), over_sample_threshold=0.5, max_staleness=5)
+        await plane.train(12)
+        assert (await line(plane))["failed"] == 0
+        assert {state.num_tries for group in plane.trained for state in group} == {0}
+
+    for seed in range(5):
+        run(main, seed=seed)
+
+
 def test_an_engine_that_stays_away_ends_producing_and_spends_no_try() -> None:
     async def main() -> None:
         async def generate(state: RolloutState) -> None:
