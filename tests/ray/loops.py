@@ -103,9 +103,9 @@ class Scripted(AgentLoop):
             await self._begun.wait_for(lambda: self.samples >= samples)
         return self.samples
 
-    def reset(self) -> None:
+    async def reset(self) -> None:
         self.__init__()  # type: ignore[misc]
-        self._pause = None
+        await self.resume()
 
     def release(self) -> None:
         """Let samples that wait be answered."""

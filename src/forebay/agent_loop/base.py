@@ -53,12 +53,13 @@ class AgentLoop(ABC):
     pauses: int = 0
     """How often a pause was asked for."""
 
-    # Made at the first use: a subclass need not call our constructor, and a loop may outlive an event loop.
-    _pause: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+    # Made at the first use: a subclass need not call our constructor, and a loop may outlive an event loop. Two
+    # underscores, so that a subclass of the user's may call its own attributes what it likes.
+    __pause: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
     _outage: Outage | None = None
-    _begun: int = 0  # calls of `generate`
-    _answered: int = 0  # the number of the last of them to begin that succeeded
-    _traced: frozenset[type[Exception]] = frozenset()  # kinds of errors whose traceback was logged
+    __begun: int = 0  # calls of `generate`
+    __answered: int = 0  # the number of the last of them to begin that succeeded
+    __traced: frozenset[type[Exception]] = frozenset()  # kinds of errors whose traceback was logged
 
     @abstractmethod
     async def generate(
@@ -137,8 +138,8 @@ class AgentLoop(ABC):
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
             # An engine's refusal explains itself; an error in a loop of the user's own needs its traceback, once.
-            known = isinstance(error, ForebayError) or type(error) in self._traced
-            self._traced = self._traced | {type(error)}
+            known = isinstance(error, ForebayError) or type(error) in self.__traced
+            self.__traced = self.__traced | {type(error)}
             log.warning(
                 "member_failed task=%s rollout=%s error=%s",
                 state.task_name, state.rollout_id, said, exc_info=None if known else error,
@@ -151,16 +152,16 @@ class AgentLoop(ABC):
     ) -> RolloutState | Sequence[RolloutState]:
         failed_at: int | None = None  # how many calls had begun when this one failed last
         while True:
-            self._begun += 1
-            call = self._begun
+            self.__begun += 1
+            call = self.__begun
             try:
                 result = await self.generate(state, enable_partial_rollout=enable_partial_rollout)
             except Exception as error:
                 if isinstance(error, ForebayError) or not is_outage(error):
                     raise
-                if failed_at is not None and self._answered > failed_at:
+                if failed_at is not None and self.__answered > failed_at:
                     raise  # a later call succeeded: it is not the engine, but a tool, say, or this very prompt
-                failed_at = self._begun
+                failed_at = self.__begun
                 waiting = asyncio.ensure_future(self.outage.wait(f"{type(error).__name__}: {error}"))
                 pausing = asyncio.ensure_future(self.until_paused())
                 try:
@@ -177,7 +178,7 @@ class AgentLoop(ABC):
                 state.status = Status.INIT
             else:
                 if not isinstance(result, RolloutState) or result.status is not Status.ABORTED:
-                    self._answered = max(self._answered, call)
+                    self.__answered = max(self.__answered, call)
                     self.outage.over()
                 return result
 
@@ -218,7 +219,7 @@ class AgentLoop(ABC):
     @property
     def paused(self) -> bool:
         """Whether members shall end early."""
-        return self._pause is not None and self._pause[1].is_set()
+        return self.__pause is not None and self.__pause[1].is_set()
 
     async def until_paused(self) -> None:
         """Wait for the next pause (or the one that is on)."""
@@ -226,12 +227,12 @@ class AgentLoop(ABC):
 
     def _pause_event(self) -> asyncio.Event:
         loop = asyncio.get_running_loop()
-        if self._pause is None or self._pause[0] is not loop:
+        if self.__pause is None or self.__pause[0] is not loop:
             paused, event = self.paused, asyncio.Event()
             if paused:
                 event.set()
-            self._pause = (loop, event)
-        return self._pause[1]
+            self.__pause = (loop, event)
+        return self.__pause[1]
 
 
 def _failed(task: asyncio.Task[Sequence[RolloutState]]) -> bool:
