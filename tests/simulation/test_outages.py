@@ -241,6 +241,36 @@ def test_a_reward_that_stays_away_is_given_up_with_the_cause() -> None:
     run(main)
 
 
+def test_a_reward_that_stays_away_is_given_up_over_all_attempts_when_pauses_come() -> None:
+    async def main() -> None:
+        def away(state: RolloutState) -> float:
+            raise ConnectionError("503")
+
+        async def generate(state: RolloutState) -> None:
+            answer(state)
+
+        buffer = ReplayBuffer()
+        strategy = AsyncProduceStrategy(
+            buffer, reward_fn=away, max_tries=1, max_staleness=1000, progress=NoProgress(), tail_after=10_000
+        )
+        sampler, loop = Sampler([{"prompt": "q"}]), FunctionAgentLoop(generate)
+        judged_s = 0.0
+        while not (failed := (await buffer.ledger()).get(TASK, {}).get("failed", 0)) and judged_s < 2000:
+            producing = asyncio.create_task(
+                strategy.produce_batch(loop, sampler, 1, TASK, train_step=1, model_step=0)
+            )
+            await asyncio.sleep(20)  # shorter than the longest delay between two calls of a reward
+            judged_s += 20
+            await strategy.pause()
+            await producing
+        assert failed == 1
+        # A call that would fall behind the end is not made, so the last delay (up to 30 s) may be missing.
+        assert Timeouts().judge_give_up_s - 30 <= judged_s <= Timeouts().judge_give_up_s + 20
+        assert any("ConnectionError: 503" in reason for reason in (await buffer.reasons())[TASK])
+
+    run(main)
+
+
 @pytest.mark.parametrize("limit", [1, 5])
 def test_reward_concurrency_bounds_the_calls_at_a_time(limit: int) -> None:
     async def main() -> None:

@@ -501,6 +501,7 @@ class Works:
                 cancelled = stopped
             if cancelled is not None or self.pausing:
                 set_aside(members)
+                self._aside[stage.group_id] = before_s + clock() - began, aside
                 return Judged(), None, cancelled
 
     async def _judge_once(
