@@ -256,9 +256,7 @@ def test_a_reward_that_stays_away_is_given_up_over_all_attempts_when_pauses_come
         sampler, loop = Sampler([{"prompt": "q"}]), FunctionAgentLoop(generate)
         judged_s = 0.0
         while not (failed := (await buffer.ledger()).get(TASK, {}).get("failed", 0)) and judged_s < 2000:
-            producing = asyncio.create_task(
-                strategy.produce_batch(loop, sampler, 1, TASK, train_step=1, model_step=0)
-            )
+            producing = asyncio.create_task(strategy.produce_batch(loop, sampler, 1, TASK, train_step=1, model_step=0))
             await asyncio.sleep(20)  # shorter than the longest delay between two calls of a reward
             judged_s += 20
             await strategy.pause()

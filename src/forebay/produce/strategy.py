@@ -381,7 +381,8 @@ class ProduceStrategy:
     ) -> int:
         works = task.works
         if again:
-            groups = await sampler.draw_again(missing, works.task_name, again, own=False)
+            first = works.waiting_stragglers if self.tail_batch_trigger_size >= 0 else ()
+            groups = await sampler.draw_again(missing, works.task_name, again, own=False, first=first)
         else:
             try:
                 groups = await sampler.draw(missing, works.task_name, (), timeout_s=0, own=False)
@@ -404,7 +405,6 @@ class ProduceStrategy:
         return make_plan(
             trigger=self.tail_batch_trigger_size,
             waiting=waiting_again(counts[Status.EXPIRED], aborted, partial=self.enable_partial_rollout),
-            straggling=bool(works.stragglers),
             partial=self.enable_partial_rollout or bool(unjudged),
             budget=over_issue(self.over_sample_threshold, batch_size),
         )

@@ -169,6 +169,11 @@ class Works:
         return self.rejections_in_a_row >= self._budgets.rejections(self.batch_size)
 
     @property
+    def waiting_stragglers(self) -> set[int]:
+        """Groups that came back `tail_after` times and are not in flight: they are drawn before all others."""
+        return self.stragglers - {stage.group_id for stage in self._stages.values()} if self.stragglers else set()
+
+    @property
     def agent_loops(self) -> list[AgentLoop]:
         """The loops that are generating, each once."""
         return list(dict.fromkeys(self._running.values()))
