@@ -193,6 +193,13 @@ class AgentLoop(ABC):
         """How long the engine was away so far, in all; this time counts for no timeout."""
         return 0.0 if self._outage is None else self._outage.seconds()
 
+    def excuses(self, group: Sequence[RolloutState]) -> bool:
+        """Whether the loop last ended this group early because of a fault outside of it, such as a dead process.
+
+        Its members are ABORTED then, and spend no try.
+        """
+        return False
+
     # --- pausing --------------------------------------------------------------------------------------
 
     async def pause(self) -> None:

@@ -406,7 +406,8 @@ class Works:
             returned = self._finished(returned)
         members = collect(issued, returned, partial=self._partial, missing=missing)
         asked = pauses != (self.pauses, agent_loop.pauses) or self.pausing or agent_loop.paused
-        aborted = None if asked else "the agent loop ended it early (ABORTED) although nobody asked for that"
+        excused = asked or agent_loop.excuses(issued)
+        aborted = None if excused else "the agent loop ended it early (ABORTED) although nobody asked for that"
         if aborted is not None and any(state.status is Status.ABORTED for state in members):
             self._cut_short(group_id)
         return members, settle_tries(members, issued, self._max_tries, aborted=aborted), None
