@@ -300,8 +300,6 @@ def test_reward_concurrency_bounds_the_calls_at_a_time(limit: int) -> None:
 def test_an_outage_of_the_engine_loses_nothing(seconds: float, partial: bool) -> None:
     async def main() -> None:
         async def generate(state: RolloutState) -> None:
-            if not partial:
-                assert state.response_ids is None, "it was begun again with tokens of an attempt that was lost"
             tokens = list(state.response_ids or [])
             while len(tokens) < 5:
                 await asyncio.sleep(1)
@@ -317,6 +315,62 @@ def test_an_outage_of_the_engine_loses_nothing(seconds: float, partial: bool) ->
         assert (await line(plane))["failed"] == 0
         assert {state.num_tries for group in plane.trained for state in group} == {0}
         assert all(list(state.response_ids or []) == [0, 1, 2, 3, 4] for group in plane.trained for state in group)
+
+    run(main)
+
+
+class TokenByToken(AgentLoop):
+    """Five tokens, one a second; not while `away()`. Notes what it generates."""
+
+    def __init__(self, away: Callable[[], bool], down_timeout_s: float = 600) -> None:
+        self.away, self.down_timeout_s = away, down_timeout_s
+        self.generated: list[tuple[int | None, int]] = []
+
+    async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
+        assert enable_partial_rollout or state.response_ids is None
+        tokens = list(state.response_ids or [])
+        while len(tokens) < 5:
+            await asyncio.sleep(1)
+            if self.away():
+                raise ConnectionRefusedError("connection refused")
+            self.generated.append((state.rollout_id, len(tokens)))
+            tokens.append(len(tokens))
+            state.response_ids, state.logprobs = list(tokens), [-0.5] * len(tokens)
+        state.response, state.finish_reason, state.status = "x", "stop", Status.COMPLETED
+        return state
+
+
+def test_tokens_that_came_before_an_outage_are_continued_without_partial_rollout() -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+        loop = TokenByToken(lambda: 3 < now() < 40)
+        strategy = SyncProduceStrategy(buffer, progress=NoProgress())
+        await strategy.produce_batch(loop, Sampler([{"prompt": "q"}]), 2, TASK, train_step=1, model_step=0)
+        groups = await buffer.get(2, TASK, Status.COMPLETED)
+        assert [list(state.response_ids or []) for group in groups for state in group] == [[0, 1, 2, 3, 4]] * 2
+        assert max(Counter(loop.generated).values()) == 1, "a token that had come was generated again"
+
+    run(main)
+
+
+@pytest.mark.parametrize("new_weights", [False, True])
+def test_tokens_outlast_an_engine_that_is_given_up_until_the_weights_change(new_weights: bool) -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+        loop = TokenByToken(lambda: 3 < now() < 40, down_timeout_s=10)
+        strategy = AsyncProduceStrategy(buffer, max_staleness=5, progress=NoProgress())
+        sampler = Sampler([{"prompt": "q"}])
+        with pytest.raises(EngineError):
+            await strategy.produce_batch(loop, sampler, 2, TASK, train_step=1, model_step=0)
+        records = await buffer.query({"task_name": TASK})
+        kept = [record for record in records if record.tokens]
+        assert [(record.tokens, record.num_tries) for record in kept] == [(3, 0)] * 2
+        await asyncio.sleep(40)
+        await strategy.produce_batch(loop, sampler, 2, TASK, train_step=2, model_step=int(new_weights))
+        groups = await buffer.get(2, TASK, Status.COMPLETED)
+        assert {state.version_spans for group in groups for state in group} == {((int(new_weights), 5),)}
+        again = [token for token, times in Counter(loop.generated).items() if times > 1]
+        assert len(again) == (6 if new_weights else 0)
 
     run(main)
 

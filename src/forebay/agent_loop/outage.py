@@ -96,6 +96,11 @@ class Outage:
         now = 0.0 if self._since is None else asyncio.get_running_loop().time() - self._since
         return self._before_s + now
 
+    @property
+    def away(self) -> bool:
+        """Whether the engine was away when it was last asked."""
+        return self._since is not None
+
     def describe(self) -> str | None:
         """What is wrong at the moment, for people; None if nothing is."""
         if self._since is None:
