@@ -613,8 +613,12 @@ class Away(MemoryStorage):
         self._check()
         return await super().ledger(*args, **kwargs)
 
+    async def accounts(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return await super().accounts(*args, **kwargs)
 
-@pytest.mark.parametrize("since", [0.5, 3, 5.5, 11])
+
+@pytest.mark.parametrize("since", [0, 0.5, 3, 5.5, 11])
 @pytest.mark.parametrize("colocated", [False, True])
 def test_a_storage_that_is_away_for_a_while_costs_time_only(since: float, colocated: bool) -> None:
     async def main() -> None:
