@@ -498,8 +498,13 @@ class Manager:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        await self.shutdown()
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            await self.shutdown()
+        except Exception:
+            if error is None:
+                raise
+            log.exception("shutdown_failed: after another error, which is raised")
 
 
 def _manifest_of(path: str | os.PathLike[str]) -> Manifest:

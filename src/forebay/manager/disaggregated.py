@@ -296,11 +296,14 @@ class DisaggregatedAgentLoopManager(Manager):
     async def shutdown(self) -> None:
         """Stop the producer; what is in flight is back in the buffer when this returns. The buffer stays open."""
         self.producer_state = ProducerState.CLOSED
-        await super().shutdown()
-        if self._loop_running is not None:
-            cancelled = await see_through(self._loop_running)
-            if cancelled is not None:
-                raise cancelled
+        cancelled = None
+        try:
+            await super().shutdown()
+        finally:  # also if it failed: whoever shuts down may close the buffer next
+            if self._loop_running is not None:
+                cancelled = await see_through(self._loop_running)
+        if cancelled is not None:
+            raise cancelled
 
     async def stats(self) -> dict[str, float]:
         """See `Manager.stats`; also whether the producer runs."""
