@@ -741,7 +741,7 @@ def test_the_error_of_a_block_is_raised_when_closing_fails_too() -> None:
         buffer = ReplayBuffer()
         strategy = FailsToClose(buffer, progress=NoProgress())
         task = Task(name=TASK, sampler=Sampler(PROMPTS), agent_loop=FunctionAgentLoop(answer), strategy=strategy)
-        return blocking.AgentLoopManager([task], buffer)
+        return blocking.AgentLoopManager(lambda: forebay.AgentLoopManager([task], buffer))
 
     with pytest.raises(ValueError, match="the original"), make():
         raise ValueError("the original")
