@@ -72,7 +72,7 @@ class Judge:
         self.group_reward_fn = group_reward_fn
         self.filters = tuple(filters)
         self.concurrency = whole_number("reward_concurrency", concurrency, least=1)
-        self.pool = Pool("judge", concurrency)
+        self.pool = Pool("judge", concurrency, "rewards and filters")
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._warned: set[int] = set()
         self._calls: dict[Any, asyncio.Future[Any]] = {}  # in threads

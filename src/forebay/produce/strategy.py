@@ -39,6 +39,7 @@ from forebay.produce.progress import Progress, default_progress
 from forebay.produce.rules import Plan, make_plan, over_issue, to_start, waiting_again
 from forebay.produce.settings import Budgets, Timeouts
 from forebay.produce.work import STAGES, Stage, Steps, Works, look_at
+from forebay.report import full_pools
 from forebay.rollout import Status
 from forebay.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 from forebay.staleness import Limits, stale_threshold, staleness
@@ -596,7 +597,7 @@ class ProduceStrategy:
                 f"{now - oldest.since:.1f} s{note}"
             )
         lines += [f"  {outage}" for loop in task.works.agent_loops if (outage := loop.outage.describe()) is not None]
-        lines += [f"  {pool!r}" for pool in (DATA, self.judge.pool) if pool.running >= pool.max_threads]
+        lines += [f"  {line}" for line in full_pools((DATA, self.judge.pool))]
         return lines
 
     def figures(self, task_name: str) -> Figures:
