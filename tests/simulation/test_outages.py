@@ -137,6 +137,8 @@ def test_a_hung_tool_that_ignores_pauses_costs_one_pause_timeout_and_its_grace(h
         timeouts = Timeouts()
         assert plane.step_times[-1] - began <= usual + timeouts.pause_timeout_s + 3 * timeouts.pause_interval_s + 10
         assert (await line(plane))["failed"] == 1  # its tries were spent, and its siblings' work with them
+        # The first pause waited for it as for all others; the last one knew it, and gave it one interval.
+        assert await plane.buffer.reasons() == {TASK: {"did not end within pause_interval_s=5 of a pause": 1}}
 
     run(main)
 

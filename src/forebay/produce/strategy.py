@@ -501,14 +501,15 @@ class ProduceStrategy:
                 left_s = min(grace_s, self.timeouts.pause_timeout_s) - (loop.time() - began)
                 if left_s <= RESOLUTION_S:
                     log.warning("pause_timed_out task=%s groups=%d: cancelled", works.task_name, len(works))
-                    works.overdue = True
+                    limit = "pause_timeout_s" if works.relied_on else "pause_interval_s"
+                    works.overdue = f"{limit}={min(grace_s, self.timeouts.pause_timeout_s):g}"
                     break
                 requests = [request for request in requests if not request.done()]
                 requests += [asyncio.create_task(self._ask(agent_loop)) for agent_loop in agent_loops]
                 await works.wait(min(self.timeouts.pause_interval_s, left_s))
             await works.stop()
         finally:
-            works.overdue = False
+            works.overdue = None
             for request in requests:
                 request.cancel()
             if requests:  # one that ignores the cancel is left behind

@@ -104,7 +104,7 @@ class Works:
         self.stragglers: set[int] = set()
         self.batch_size = 1
         self.pausing = False
-        self.overdue = False  # a pause cancels what did not end in time
+        self.overdue: str | None = None  # the limit of a pause that cancels what did not end within it
         self.pauses = 0  # asked for so far
         self._buffer = buffer
         self._judge = judge
@@ -388,9 +388,9 @@ class Works:
             return self._what_there_is(issued, working, keep=True), None, cancelled
         cut = None
         if cancelled is not None or (in_time and generating.cancelled() and (self.pausing or agent_loop.paused)):
-            if not (self.overdue and cancelled is not None):
+            if self.overdue is None or cancelled is None:
                 return self._what_there_is(issued, returned, keep=agent_loop.outage.away), None, cancelled
-            cut = f"did not end within pause_timeout_s={self._timeouts.pause_timeout_s:g} of a pause"
+            cut = f"did not end within {self.overdue} of a pause"
         elif not in_time:
             cut = f"not generated within member_timeout_s={self._timeouts.member_timeout_s:g}"
         if cut is not None:
