@@ -417,6 +417,49 @@ def test_an_engine_that_stays_away_ends_producing_and_spends_no_try() -> None:
     run(main)
 
 
+def test_one_engine_of_two_is_not_given_up_while_the_other_works() -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+
+        def task(name: str, until: float) -> Task:
+            async def generate(state: RolloutState) -> None:
+                await asyncio.sleep(1)
+                if 5 < now() < until or now() > 3000:
+                    raise ConnectionRefusedError(f"connection refused by the server of {name}")
+                answer(state)
+
+            return Task(
+                name=name,
+                sampler=Sampler([{"prompt": f"q{i}"} for i in range(100)]),
+                agent_loop=FunctionAgentLoop(generate),
+                strategy=AsyncProduceStrategy(buffer, max_staleness=1, progress=NoProgress()),
+            )
+
+        manager = DisaggregatedAgentLoopManager([task("a", 2000), task("b", 0)], buffer)
+        async with manager:
+            producer = asyncio.create_task(manager.produce_loop(4))
+
+            async def train(first: int, last: int) -> None:
+                for step in range(first, last + 1):
+                    async with manager.get_batch(4, step, timeout_s=1e6):
+                        await asyncio.sleep(1)
+                    await manager.continue_produce(step)
+
+            training = asyncio.create_task(train(1, 20))
+            await asyncio.sleep(1000)
+            assert "not given up while another engine works" in await manager.explain_wait()
+            await training
+            assert 2000 < now() < 3000, "the run outlasted the outage of one server"
+            await asyncio.sleep(3000 - now())
+            with pytest.raises(ProducerStopped, match=r"EngineUnavailable: .* \(down_timeout_s is 600\)"):
+                await train(21, 10_000)
+            assert 3600 <= now() <= 3700, "when both are away the time counts"
+        with pytest.raises(EngineError):
+            await producer
+
+    run(main)
+
+
 def test_a_tool_that_cannot_be_reached_costs_its_own_group_only(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async def generate(state: RolloutState) -> None:
