@@ -74,9 +74,9 @@ def test_the_sizes_follow_a_run_that_changes() -> None:
 
 
 def answered(group: list[RolloutState], size: int, status: Status = Status.COMPLETED) -> list[RolloutState]:
-    """The group back from its producer, each member with a response of so many bytes."""
+    """The group back from its producer, each member with a response of so many bytes, at least one."""
     for state in group:
-        state.response_ids, state.version_spans = np.zeros(size, np.int8), ()
+        state.response_ids, state.version_spans = np.zeros(max(1, size), np.int8), ()
         state.status = status
     return group
 

@@ -102,14 +102,15 @@ def test_g11_attempts_show() -> None:
     assert "although nobody asked for that" in text
 
 
-async def test_g11_a_hung_data_set_shows_as_drawing(tmp_path: Path) -> None:
-    released = threading.Event()
+async def test_g11_a_hung_data_set_shows_as_drawing() -> None:
+    begun, released = threading.Event(), threading.Event()
 
     class Hanging:
         def __len__(self) -> int:
             return 9
 
         def __getitem__(self, index: int) -> Any:
+            begun.set()
             released.wait()
             return {"prompt": "q"}
 
@@ -117,12 +118,13 @@ async def test_g11_a_hung_data_set_shows_as_drawing(tmp_path: Path) -> None:
     async with manager:
         producer = asyncio.create_task(manager.produce_loop(2))
         try:
+            assert await threads.in_thread(lambda: begun.wait(HANG_S))
             with pytest.raises(WaitTimeout) as late:
-                await manager.get_batch(2, 1, timeout_s=0.2)
+                await manager.get_batch(2, 1, timeout_s=0)
         finally:
             released.set()
     await producer
-    assert "drawing: for 0." in late.value.explanation
+    assert "drawing: for " in late.value.explanation
 
 
 async def test_g11_a_hung_data_set_does_not_hold_up_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +181,27 @@ async def test_g03_a_reward_that_hangs_takes_one_thread_and_delays_no_other_grou
         await producer
     finally:
         released.set()
+
+
+async def test_g11_a_save_that_waits_for_a_thread_shows(tmp_path: Path) -> None:
+    released = threading.Event()
+    hung = [threads.start_thread(released.wait) for _ in range(threads.FILES.max_threads)]
+    manager = manager_of()
+    try:
+        async with asyncio.timeout(HANG_S):
+            while threads.FILES.running < threads.FILES.max_threads:  # noqa: ASYNC110  threads tell nobody
+                await asyncio.sleep(0.001)
+            saving = asyncio.create_task(manager.save(tmp_path / "checkpoint", 0))
+            while not threads.FILES.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        said = "all 8 threads of the pool 'files' (checkpoints and other files) are busy, 1 calls wait"
+        assert (await manager.explain_wait()).count(said) == 1
+        assert said in await manager.replay_buffer.explain_wait()
+    finally:
+        released.set()
+    await asyncio.gather(*hung, saving)
+    assert "threads of the pool" not in await manager.explain_wait()
+    await manager.shutdown()
 
 
 def test_a_colocated_timeout_says_what_hangs() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,14 @@ from forebay import (
     Status,
     Timeouts,
     TooManyFailures,
+    on_loop,
     reject_truncated,
     reject_zero_std,
 )
 from forebay.produce.judge import Judge, fail_judging
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group, simulate
+from tests.processes import HANG_S
 from tests.test_strategy import (
     TASK,
     Counted,
@@ -56,6 +60,126 @@ def finished(members: int = 2) -> list[RolloutState]:
     for index, state in enumerate(group):
         state.rollout_id, state.finish_reason = index, "stop"
     return group
+
+
+# --- the event loop ---------------------------------------------------------------------------------------
+
+
+def hold(seconds: float) -> None:
+    """Keep the event loop from its work, as a reward that calls `requests.post` does."""
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+@on_loop
+def cheap_but_slow(judged: Any) -> Any:
+    hold(0.06)
+    return True if isinstance(judged, list) else 1.0
+
+
+@on_loop
+async def cheap_and_async(judged: Any) -> Any:
+    await asyncio.sleep(0)
+    return cheap_but_slow(judged)
+
+
+async def async_but_blocking(judged: Any) -> Any:
+    await asyncio.sleep(0)
+    hold(0.06)
+    await asyncio.sleep(0)
+    return True if isinstance(judged, list) else 1.0
+
+
+class BlockingCall:
+    async def __call__(self, judged: Any) -> Any:
+        return await async_but_blocking(judged)
+
+
+@pytest.mark.parametrize("kind", ["reward_fn", "filters"])
+@pytest.mark.parametrize("function", [cheap_but_slow, cheap_and_async, async_but_blocking, BlockingCall()])
+def test_g10_a_function_that_holds_the_event_loop_is_warned_about_once(
+    caplog: pytest.LogCaptureFixture, kind: str, function: Any
+) -> None:
+    async def main() -> None:
+        judge = Judge(**{kind: [function] if kind == "filters" else function})  # type: ignore[arg-type]
+        for _ in range(3):
+            assert (await judge.judge(finished())).error is None
+
+    simulate.run(main)
+    assert caplog.text.count("loop_held function=") == 1
+
+
+def test_g10_an_async_function_that_waits_holds_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def reward(state: RolloutState) -> float:
+        await asyncio.sleep(100)
+        return 1.0
+
+    simulate.run(lambda: Judge(reward_fn=reward).judge(finished()))
+    assert "loop_held" not in caplog.text
+
+
+async def test_a_cancelled_or_failing_async_reward_ends_as_without_a_watch() -> None:
+    ended: list[str] = []
+
+    async def reward(state: RolloutState) -> float:
+        try:
+            await asyncio.sleep(3600)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        return 1.0
+
+    async def failing(state: RolloutState) -> float:
+        await asyncio.sleep(0)
+        raise ValueError("no")
+
+    judging = asyncio.create_task(Judge(reward_fn=reward).judge(finished(1)))
+    while not judging.done() and not ended:
+        await asyncio.sleep(0)
+        judging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await judging
+    assert (await Judge(reward_fn=failing).judge(finished(1))).error == "the reward raised ValueError: no"
+
+
+@pytest.mark.parametrize("kind", ["reward_fn", "group_reward_fn", "filters"])
+async def test_g10_plain_functions_run_in_threads_at_most_so_many_at_a_time(kind: str) -> None:
+    limit, running, most, seen = 2, 0, 0, set[int]()
+    lock, all_there = threading.Lock(), threading.Event()
+
+    def plain(judged: Any) -> Any:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+            seen.add(threading.get_ident())
+            if running == limit:
+                all_there.set()
+        assert all_there.wait(HANG_S)
+        with lock:
+            running -= 1
+        return True if kind == "filters" else [1.0] * len(judged) if kind == "group_reward_fn" else 1.0
+
+    judge = Judge(**{kind: [plain] if kind == "filters" else plain}, concurrency=limit)  # type: ignore[arg-type]
+    groups = [finished(3) for _ in range(3)]
+    for number, group in enumerate(groups):
+        for state in group:
+            state.response = f"answer {number}"  # the same call for the same answer would be made once
+    verdicts = await asyncio.gather(*[judge.judge(group) for group in groups])
+    assert [verdict.error for verdict in verdicts] == [None] * 3
+    assert most == limit
+    assert threading.get_ident() not in seen
+
+
+@on_loop
+def where(judged: Any) -> Any:
+    asyncio.get_running_loop()  # which a thread has not
+    return True if isinstance(judged, list) else 1.0
+
+
+async def test_functions_that_are_declared_cheap_are_called_on_the_event_loop() -> None:
+    assert (await Judge(reward_fn=where, filters=[where]).judge(finished())).error is None
 
 
 # --- rewards ----------------------------------------------------------------------------------------------

@@ -929,3 +929,42 @@ async def test_the_ledger_of_a_manager_is_that_of_its_buffer() -> None:
     plane = colocated()
     await plane.manager.produce_batch(1, 1, model_step=0)
     assert await plane.manager.ledger() == await plane.buffer.ledger()
+
+
+# --- an error while cleaning up -------------------------------------------------------------------------
+
+
+class FailsToClose(SyncProduceStrategy):
+    async def close(self) -> None:
+        await super().close()
+        raise RuntimeError("cleaning up failed")
+
+
+def manager_that_fails_to_close(kind: type[Manager], generate: Answer = at_once, **options: Any) -> Any:
+    buffer = ReplayBuffer()
+    strategy = FailsToClose(buffer, progress=NoProgress(), **options)
+    task = Task(name="math", sampler=Sampler(PROMPTS), agent_loop=FunctionAgentLoop(generate), strategy=strategy)
+    return kind([task], buffer)
+
+
+@simulated
+@pytest.mark.parametrize("kind", [AgentLoopManager, DisaggregatedAgentLoopManager])
+async def test_the_error_of_a_block_is_raised_when_the_shutdown_fails_too(kind: type[Manager]) -> None:
+    with pytest.raises(ValueError, match="the original"):
+        async with manager_that_fails_to_close(kind):
+            raise ValueError("the original")
+    with pytest.raises(RuntimeError, match="cleaning up failed"):
+        async with manager_that_fails_to_close(kind):
+            pass
+
+
+@simulated
+async def test_the_error_of_a_batch_is_raised_when_cleaning_up_fails_too() -> None:
+    """S4 of the field report: it was not even in the chain."""
+
+    async def failing(state: RolloutState) -> None:
+        raise ValueError("the original")
+
+    manager = manager_that_fails_to_close(AgentLoopManager, failing, budgets=Budgets(max_consecutive_failures=2))
+    with pytest.raises(TooManyFailures, match="the original"):
+        await manager.produce_batch(2, 1, model_step=0)

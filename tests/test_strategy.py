@@ -599,6 +599,44 @@ async def test_a_group_that_was_returned_three_times_is_drawn_first_and_delays_n
 
 
 @simulated
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("trigger", [0, 1, 8])
+async def test_a_straggler_is_drawn_before_groups_with_lower_ids(trigger: int, partial: bool) -> None:
+    """The straggler has the highest id, and the last status in the order of draws."""
+    buffer = ReplayBuffer()
+    started: list[int | None] = []
+
+    async def note(state: RolloutState) -> None:
+        started.append(state.group_id)
+        await never(state)
+
+    producer = running_ahead(
+        note, buffer=buffer, members=1, tail_batch_trigger_size=trigger, enable_partial_rollout=partial, tail_after=2
+    )
+    straggler = 7
+    await producer.sampler.with_buffer(buffer).draw(straggler + 1, TASK)
+    await buffer.storage.release(buffer.owner)
+    await buffer.redraw(1, TASK, group_ids=[straggler])
+    await buffer.storage.release(buffer.owner)
+    by_id = {record.group_id: record for record in await producer.records()}
+    assert (by_id[straggler].attempt, by_id[0].attempt) == (2, 1)
+    producing = asyncio.create_task(producer.produce(1))
+    await asyncio.sleep(1)
+    assert started == [straggler]
+    await producer.strategy.pause()
+    await producing
+
+
+@simulated
+async def test_stragglers_are_not_drawn_where_expired_groups_are_dropped() -> None:
+    calls = Counted()
+    producer = Producer(calls, AsyncProduceStrategy, tail_batch_trigger_size=-1, tail_after=1)
+    await producer.buffer.put(make_group(status=Status.EXPIRED, group_id=-3), TASK)
+    await producer.produce(1)
+    assert sorted(calls.groups) == [0]
+
+
+@simulated
 async def test_a_straggler_is_known_after_a_restart() -> None:
     """Which groups straggle was only remembered by the strategy that had run them."""
     buffer = ReplayBuffer()

@@ -294,15 +294,23 @@ class ReplayBuffer:
         return account.cursor, account.source_state
 
     async def redraw(
-        self, n: int, task_name: str, statuses: Sequence[Status] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
+        self,
+        n: int,
+        task_name: str,
+        statuses: Sequence[Status] = (Status.INIT, Status.EXPIRED, Status.ABORTED),
+        *,
+        group_ids: Collection[int] = (),
     ) -> Groups:
-        """For samplers: up to n groups to be generated again, an earlier status first, then by group_id."""
+        """For samplers: up to n groups to be generated again, an earlier status first, then by group_id.
+
+        `group_ids`: only these groups, if any are given.
+        """
         await self._session.ready()
         chosen = checked_statuses(statuses)
         for status in chosen:
             if status not in (Status.INIT, Status.EXPIRED, Status.ABORTED):
                 raise InvalidInput(f"{status} groups cannot be drawn again; expected init, expired or aborted")
-        return await self._outlet.draw(n, checked_task(task_name), chosen)
+        return await self._outlet.draw(n, checked_task(task_name), chosen, tuple(sorted(group_ids)))
 
     # --- for producers --------------------------------------------------------------------------------
 

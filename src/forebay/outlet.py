@@ -53,11 +53,15 @@ class Outlet:
         assert claimed is not None
         return await self.hand_out(claimed, None)
 
-    async def draw(self, n: int, task_name: str, statuses: tuple[Status, ...]) -> Groups:
+    async def draw(
+        self, n: int, task_name: str, statuses: tuple[Status, ...], group_ids: tuple[int, ...] = ()
+    ) -> Groups:
         """At most n groups to be generated again."""
         wants = checked_wants({task_name: n})
         await self.prepare(wants)
-        claim = Claim(wants=wants, statuses=statuses, purpose=Purpose.DRAW, owner=self._session.owner)
+        claim = Claim(
+            wants=wants, statuses=statuses, purpose=Purpose.DRAW, owner=self._session.owner, group_ids=group_ids
+        )
         claimed = await self._storage.claim(claim)
         assert claimed is not None
         return [present(row) for row in claimed[task_name]]

@@ -23,7 +23,7 @@ from forebay.group_ends import GroupEnds
 from forebay.record import Facts
 from forebay.rollout import Status
 from forebay.storage.base import Ready, Reaped, Settings, Storage
-from forebay.threads import in_thread
+from forebay.threads import FILES, in_thread
 from forebay.waiting import Changes, Deadline, Heartbeat, Waits
 
 __all__ = ["SHARED_LEASE_S", "Session"]
@@ -303,7 +303,7 @@ class Session:
     async def explain(self) -> str:
         """What is being waited for, what there is of it, and who holds the rest."""
         ledger = await self.storage.ledger()
-        return report.explanation(
+        text = report.explanation(
             self.waits,
             asyncio.get_running_loop().time(),
             ledger,
@@ -313,3 +313,4 @@ class Session:
             self.settings,
             self.produced,
         )
+        return "\n".join([text, *report.full_pools((FILES,))])

@@ -137,6 +137,8 @@ def test_a_hung_tool_that_ignores_pauses_costs_one_pause_timeout_and_its_grace(h
         timeouts = Timeouts()
         assert plane.step_times[-1] - began <= usual + timeouts.pause_timeout_s + 3 * timeouts.pause_interval_s + 10
         assert (await line(plane))["failed"] == 1  # its tries were spent, and its siblings' work with them
+        # The first pause waited for it as for all others; the last one knew it, and gave it one interval.
+        assert await plane.buffer.reasons() == {TASK: {"did not end within pause_interval_s=5 of a pause": 1}}
 
     run(main)
 
@@ -241,6 +243,34 @@ def test_a_reward_that_stays_away_is_given_up_with_the_cause() -> None:
     run(main)
 
 
+def test_a_reward_that_stays_away_is_given_up_over_all_attempts_when_pauses_come() -> None:
+    async def main() -> None:
+        def away(state: RolloutState) -> float:
+            raise ConnectionError("503")
+
+        async def generate(state: RolloutState) -> None:
+            answer(state)
+
+        buffer = ReplayBuffer()
+        strategy = AsyncProduceStrategy(
+            buffer, reward_fn=away, max_tries=1, max_staleness=1000, progress=NoProgress(), tail_after=10_000
+        )
+        sampler, loop = Sampler([{"prompt": "q"}]), FunctionAgentLoop(generate)
+        judged_s = 0.0
+        while not (failed := (await buffer.ledger()).get(TASK, {}).get("failed", 0)) and judged_s < 2000:
+            producing = asyncio.create_task(strategy.produce_batch(loop, sampler, 1, TASK, train_step=1, model_step=0))
+            await asyncio.sleep(20)  # shorter than the longest delay between two calls of a reward
+            judged_s += 20
+            await strategy.pause()
+            await producing
+        assert failed == 1
+        # A call that would fall behind the end is not made, so the last delay (up to 30 s) may be missing.
+        assert Timeouts().judge_give_up_s - 30 <= judged_s <= Timeouts().judge_give_up_s + 20
+        assert any("ConnectionError: 503" in reason for reason in (await buffer.reasons())[TASK])
+
+    run(main)
+
+
 @pytest.mark.parametrize("limit", [1, 5])
 def test_reward_concurrency_bounds_the_calls_at_a_time(limit: int) -> None:
     async def main() -> None:
@@ -272,8 +302,6 @@ def test_reward_concurrency_bounds_the_calls_at_a_time(limit: int) -> None:
 def test_an_outage_of_the_engine_loses_nothing(seconds: float, partial: bool) -> None:
     async def main() -> None:
         async def generate(state: RolloutState) -> None:
-            if not partial:
-                assert state.response_ids is None, "it was begun again with tokens of an attempt that was lost"
             tokens = list(state.response_ids or [])
             while len(tokens) < 5:
                 await asyncio.sleep(1)
@@ -289,6 +317,62 @@ def test_an_outage_of_the_engine_loses_nothing(seconds: float, partial: bool) ->
         assert (await line(plane))["failed"] == 0
         assert {state.num_tries for group in plane.trained for state in group} == {0}
         assert all(list(state.response_ids or []) == [0, 1, 2, 3, 4] for group in plane.trained for state in group)
+
+    run(main)
+
+
+class TokenByToken(AgentLoop):
+    """Five tokens, one a second; not while `away()`. Notes what it generates."""
+
+    def __init__(self, away: Callable[[], bool], down_timeout_s: float = 600) -> None:
+        self.away, self.down_timeout_s = away, down_timeout_s
+        self.generated: list[tuple[int | None, int]] = []
+
+    async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
+        assert enable_partial_rollout or state.response_ids is None
+        tokens = list(state.response_ids or [])
+        while len(tokens) < 5:
+            await asyncio.sleep(1)
+            if self.away():
+                raise ConnectionRefusedError("connection refused")
+            self.generated.append((state.rollout_id, len(tokens)))
+            tokens.append(len(tokens))
+            state.response_ids, state.logprobs = list(tokens), [-0.5] * len(tokens)
+        state.response, state.finish_reason, state.status = "x", "stop", Status.COMPLETED
+        return state
+
+
+def test_tokens_that_came_before_an_outage_are_continued_without_partial_rollout() -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+        loop = TokenByToken(lambda: 3 < now() < 40)
+        strategy = SyncProduceStrategy(buffer, progress=NoProgress())
+        await strategy.produce_batch(loop, Sampler([{"prompt": "q"}]), 2, TASK, train_step=1, model_step=0)
+        groups = await buffer.get(2, TASK, Status.COMPLETED)
+        assert [list(state.response_ids or []) for group in groups for state in group] == [[0, 1, 2, 3, 4]] * 2
+        assert max(Counter(loop.generated).values()) == 1, "a token that had come was generated again"
+
+    run(main)
+
+
+@pytest.mark.parametrize("new_weights", [False, True])
+def test_tokens_outlast_an_engine_that_is_given_up_until_the_weights_change(new_weights: bool) -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+        loop = TokenByToken(lambda: 3 < now() < 40, down_timeout_s=10)
+        strategy = AsyncProduceStrategy(buffer, max_staleness=5, progress=NoProgress())
+        sampler = Sampler([{"prompt": "q"}])
+        with pytest.raises(EngineError):
+            await strategy.produce_batch(loop, sampler, 2, TASK, train_step=1, model_step=0)
+        records = await buffer.query({"task_name": TASK})
+        kept = [record for record in records if record.tokens]
+        assert [(record.tokens, record.num_tries) for record in kept] == [(3, 0)] * 2
+        await asyncio.sleep(40)
+        await strategy.produce_batch(loop, sampler, 2, TASK, train_step=2, model_step=int(new_weights))
+        groups = await buffer.get(2, TASK, Status.COMPLETED)
+        assert {state.version_spans for group in groups for state in group} == {((int(new_weights), 5),)}
+        again = [token for token, times in Counter(loop.generated).items() if times > 1]
+        assert len(again) == (6 if new_weights else 0)
 
     run(main)
 
@@ -329,6 +413,49 @@ def test_an_engine_that_stays_away_ends_producing_and_spends_no_try() -> None:
         records = await buffer.query({"task_name": TASK})
         assert 4 <= len(records) <= 12
         assert {(record.status, record.num_tries) for record in records} == {(Status.ABORTED, 0)}
+
+    run(main)
+
+
+def test_one_engine_of_two_is_not_given_up_while_the_other_works() -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+
+        def task(name: str, until: float) -> Task:
+            async def generate(state: RolloutState) -> None:
+                await asyncio.sleep(1)
+                if 5 < now() < until or now() > 3000:
+                    raise ConnectionRefusedError(f"connection refused by the server of {name}")
+                answer(state)
+
+            return Task(
+                name=name,
+                sampler=Sampler([{"prompt": f"q{i}"} for i in range(100)]),
+                agent_loop=FunctionAgentLoop(generate),
+                strategy=AsyncProduceStrategy(buffer, max_staleness=1, progress=NoProgress()),
+            )
+
+        manager = DisaggregatedAgentLoopManager([task("a", 2000), task("b", 0)], buffer)
+        async with manager:
+            producer = asyncio.create_task(manager.produce_loop(4))
+
+            async def train(first: int, last: int) -> None:
+                for step in range(first, last + 1):
+                    async with manager.get_batch(4, step, timeout_s=1e6):
+                        await asyncio.sleep(1)
+                    await manager.continue_produce(step)
+
+            training = asyncio.create_task(train(1, 20))
+            await asyncio.sleep(1000)
+            assert "not given up while another engine works" in await manager.explain_wait()
+            await training
+            assert 2000 < now() < 3000, "the run outlasted the outage of one server"
+            await asyncio.sleep(3000 - now())
+            with pytest.raises(ProducerStopped, match=r"EngineUnavailable: .* \(down_timeout_s is 600\)"):
+                await train(21, 10_000)
+            assert 3600 <= now() <= 3700, "when both are away the time counts"
+        with pytest.raises(EngineError):
+            await producer
 
     run(main)
 
@@ -531,8 +658,12 @@ class Away(MemoryStorage):
         self._check()
         return await super().ledger(*args, **kwargs)
 
+    async def accounts(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return await super().accounts(*args, **kwargs)
 
-@pytest.mark.parametrize("since", [0.5, 3, 5.5, 11])
+
+@pytest.mark.parametrize("since", [0, 0.5, 3, 5.5, 11])
 @pytest.mark.parametrize("colocated", [False, True])
 def test_a_storage_that_is_away_for_a_while_costs_time_only(since: float, colocated: bool) -> None:
     async def main() -> None:

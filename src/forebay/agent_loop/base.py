@@ -15,9 +15,10 @@ What a loop promises
   a reset returns to the prompt as issued. What it needs to continue a partial rollout belongs in `loop_state`.
 - `idle` returns when the engine has stopped all requests of this loop: only then may it be given new weights.
 - An engine that is away costs time only. `generate` raises a ConnectionError, or what HTTP clients make of one, or of a
-  status 502 to 504: it is called again when the engine may be back. If it fails again although others succeeded
-  meanwhile, it was something else (a tool, say), and the member fails. `EngineUnavailable` ends producing; the members
-  keep their tokens, and spend no try.
+  status 502 to 504: it is called again when the engine may be back. Tokens that it has written into the sample by then
+  stay there, and `enable_partial_rollout` is True: it continues behind them, as the weights are the same. If it fails
+  again although others succeeded meanwhile, it was something else (a tool, say), and the member fails.
+  `EngineUnavailable` ends producing; the members keep their tokens, and spend no try.
 
 `AgentLoop` keeps all that for you if you write `generate` for one sample: members run concurrently, one that raises is
 FAILED and keeps none of its siblings from finishing, and a cancel waits for all of them.
@@ -34,7 +35,7 @@ from typing import ClassVar
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage, is_outage
 from forebay.errors import EngineUnavailable, ForebayError, InvalidGroup
 from forebay.prompts import independent, start_again
-from forebay.rollout import RolloutState, Status, reset_response
+from forebay.rollout import RolloutState, Status, carries_response, reset_response
 
 __all__ = ["AgentLoop", "failed_member", "identify_member"]
 
@@ -173,7 +174,10 @@ class AgentLoop(ABC):
                     state.status = Status.ABORTED
                     return state
                 waiting.result()
-                if not enable_partial_rollout:
+                # Weights change in a pause, which ends this call; unless the engine takes them while it runs.
+                if carries_response(state) and not self.takes_weights_while_running:
+                    enable_partial_rollout = True
+                elif not enable_partial_rollout:
                     start_again(state)
                 state.status = Status.INIT
             else:
@@ -192,6 +196,13 @@ class AgentLoop(ABC):
     def outage_s(self) -> float:
         """How long the engine was away so far, in all; this time counts for no timeout."""
         return 0.0 if self._outage is None else self._outage.seconds()
+
+    def excuses(self, group: Sequence[RolloutState]) -> bool:
+        """Whether the loop last ended this group early because of a fault outside of it, such as a dead process.
+
+        Its members are ABORTED then, and spend no try.
+        """
+        return False
 
     # --- pausing --------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ class FunctionAgentLoop(AgentLoop):
     The function fills the sample in (and returns None or the sample), or returns new ones. One that leaves the status
     at INIT has it read from `finish_reason`, or is COMPLETED if it has a response. `cancel_on_pause`: a pause cancels
     running calls, and what they wrote into their sample by then is kept as ABORTED; otherwise it waits for their end.
-    A function that raises a ConnectionError is called again when the engine may be back, for `down_timeout_s`.
+    A function that raises a ConnectionError is called again when the engine may be back, for `down_timeout_s`, with
+    what it has written into its sample by then: it continues behind that, or overwrites it.
     `idle`: an async function that returns when the engine has stopped our requests, like `VLLMControl(url).idle`.
     """
 

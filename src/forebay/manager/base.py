@@ -76,6 +76,9 @@ class Manager:
         replay_buffer.produces(self, self.tasks)
         for name, task in self.tasks.items():
             task.strategy.figures(name)  # its limits hold from now on, also for what is handed out before it produces
+        outages = {id(task.agent_loop): task.agent_loop.outage for task in self.tasks.values() if task.weight > 0}
+        for outage in outages.values():  # one engine is given up only if all of them are away
+            outage.peers = [other for other in outages.values() if other is not outage]
 
     @property
     def model_step(self) -> int:
@@ -498,8 +501,13 @@ class Manager:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        await self.shutdown()
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            await self.shutdown()
+        except Exception:
+            if error is None:
+                raise
+            log.exception("shutdown_failed: after another error, which is raised")
 
 
 def _manifest_of(path: str | os.PathLike[str]) -> Manifest:

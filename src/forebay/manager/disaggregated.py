@@ -79,7 +79,7 @@ class DisaggregatedAgentLoopManager(Manager):
         self.progress.change_batch_size(batch_size)
         try:
             # For steps that an earlier run trained nothing may be generated with weights that are too old for them.
-            self._asked = max(self._asked, await self._store_step())
+            self._asked = max(self._asked, await self._patiently(self._store_step))
             self._set_clock()
             while not self._closed:
                 await self._patiently(lambda: self._produce_round(batch_size))
@@ -187,7 +187,7 @@ class DisaggregatedAgentLoopManager(Manager):
                 "batch size for both"
             )
         self._check_failure()
-        await self._refuse_store_ahead(train_step, self.model_step)
+        await self._patiently(lambda: self._refuse_store_ahead(train_step, self.model_step))
         if train_step > max(self.bound, self.progress.next_consumer_step):
             # Nothing can be there for it, and steps before it are not done: for those nothing may become too old now.
             return await self._result(train_step, ProduceStatus.EXPIRED_BATCH, {}, None, loop.time() - began)
@@ -296,11 +296,14 @@ class DisaggregatedAgentLoopManager(Manager):
     async def shutdown(self) -> None:
         """Stop the producer; what is in flight is back in the buffer when this returns. The buffer stays open."""
         self.producer_state = ProducerState.CLOSED
-        await super().shutdown()
-        if self._loop_running is not None:
-            cancelled = await see_through(self._loop_running)
-            if cancelled is not None:
-                raise cancelled
+        cancelled = None
+        try:
+            await super().shutdown()
+        finally:  # also if it failed: whoever shuts down may close the buffer next
+            if self._loop_running is not None:
+                cancelled = await see_through(self._loop_running)
+        if cancelled is not None:
+            raise cancelled
 
     async def stats(self) -> dict[str, float]:
         """See `Manager.stats`; also whether the producer runs."""

@@ -13,7 +13,8 @@ import asyncio
 import inspect
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -72,7 +73,7 @@ class Judge:
         self.group_reward_fn = group_reward_fn
         self.filters = tuple(filters)
         self.concurrency = whole_number("reward_concurrency", concurrency, least=1)
-        self.pool = Pool("judge", concurrency)
+        self.pool = Pool("judge", concurrency, "rewards and filters")
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._warned: set[int] = set()
         self._calls: dict[Any, asyncio.Future[Any]] = {}  # in threads
@@ -113,7 +114,7 @@ class Judge:
         if is_cheap(function):
             results = [self._called(function, state) for state in todo]
             if any(inspect.isawaitable(result) for result in results):
-                results = await _all_ended([self._awaited(result) for result in results])
+                results = await _all_ended([self._awaited(function, result) for result in results])
         else:
             results = await _all_ended([self._result(function, state) for state in todo])
         failed: Exception | None = None
@@ -165,12 +166,12 @@ class Judge:
             result = self._called(function, argument)
             if isinstance(result, Exception):
                 raise result
-            return await self._awaited(result)
+            return await self._awaited(function, result)
         async with self._slot():
             if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-                return await function(argument)
+                return await self._watched(function, function(argument))
             result = await self._in_thread(function, argument)
-            return await result if inspect.isawaitable(result) else result
+            return await self._watched(function, result) if inspect.isawaitable(result) else result
 
     async def _in_thread(self, function: Callable[[Any], Any], argument: Any) -> Any:
         """The result of a call in a thread. A cancel leaves it behind; whoever asks the same again waits for that call.
@@ -184,11 +185,17 @@ class Judge:
             calling.add_done_callback(lambda done: self._calls.pop(key, None) if self._calls.get(key) is done else None)
         return await asyncio.shield(calling)
 
-    async def _awaited(self, result: Any) -> Any:
+    async def _awaited(self, function: Callable[[Any], Any], result: Any) -> Any:
         if isinstance(result, Exception) or not inspect.isawaitable(result):
             return result
         async with self._slot():
+            return await self._watched(function, result)
+
+    async def _watched(self, function: Callable[[Any], Any], result: Awaitable[Any]) -> Any:
+        """Await what a function of the user returned, and note how long it holds the event loop at a time."""
+        if not inspect.iscoroutine(result):
             return await result
+        return await _stepwise(result, lambda held_s: self._note_hold(function, held_s, cheap=False))
 
     def _called(self, function: Callable[[Any], Any], argument: Any) -> Any:
         began = time.perf_counter()
@@ -197,20 +204,42 @@ class Judge:
         except Exception as error:
             return error
         finally:
-            held_s = time.perf_counter() - began
-            if held_s > _LONG_HOLD_S and id(function) not in self._warned:
-                self._warned.add(id(function))
-                log.warning(
-                    "loop_held function=%s seconds=%.3f: it is declared cheap with on_loop, but holds the event loop; "
-                    "without on_loop it runs in a thread",
-                    getattr(function, "__qualname__", function), held_s,
-                )  # fmt: skip
+            self._note_hold(function, time.perf_counter() - began, cheap=True)
+
+    def _note_hold(self, function: Callable[[Any], Any], held_s: float, *, cheap: bool) -> None:
+        if held_s > _LONG_HOLD_S and id(function) not in self._warned:
+            self._warned.add(id(function))
+            declared = "it is declared cheap with on_loop, but" if cheap else "it is async, but between two awaits it"
+            other = "without on_loop it runs in a thread" if cheap else "a plain function runs in a thread"
+            log.warning(
+                "loop_held function=%s seconds=%.3f: %s holds the event loop; %s",
+                getattr(function, "__qualname__", function), held_s, declared, other,
+            )  # fmt: skip
 
     def _slot(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = (loop, asyncio.Semaphore(self.concurrency))
         return self._slots[1]
+
+
+@types.coroutine
+def _stepwise(work: Coroutine[Any, Any, Any], note: Callable[[float], None]) -> Generator[Any, Any, Any]:
+    """Run a coroutine, and tell for each of its steps from one suspension to the next how many seconds it took."""
+    value: Any = None
+    error: BaseException | None = None
+    while True:
+        began = time.perf_counter()
+        try:
+            awaited = work.send(value) if error is None else work.throw(error)
+        except StopIteration as ended:
+            return ended.value
+        finally:
+            note(time.perf_counter() - began)
+        try:
+            value, error = (yield awaited), None
+        except BaseException as raised:
+            value, error = None, raised
 
 
 def set_aside(members: Sequence[RolloutState]) -> None:

@@ -39,6 +39,7 @@ from forebay.produce.progress import Progress, default_progress
 from forebay.produce.rules import Plan, make_plan, over_issue, to_start, waiting_again
 from forebay.produce.settings import Budgets, Timeouts
 from forebay.produce.work import STAGES, Stage, Steps, Works, look_at
+from forebay.report import full_pools
 from forebay.rollout import Status
 from forebay.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 from forebay.staleness import Limits, stale_threshold, staleness
@@ -381,7 +382,8 @@ class ProduceStrategy:
     ) -> int:
         works = task.works
         if again:
-            groups = await sampler.draw_again(missing, works.task_name, again, own=False)
+            first = works.waiting_stragglers if self.tail_batch_trigger_size >= 0 else ()
+            groups = await sampler.draw_again(missing, works.task_name, again, own=False, first=first)
         else:
             try:
                 groups = await sampler.draw(missing, works.task_name, (), timeout_s=0, own=False)
@@ -404,7 +406,6 @@ class ProduceStrategy:
         return make_plan(
             trigger=self.tail_batch_trigger_size,
             waiting=waiting_again(counts[Status.EXPIRED], aborted, partial=self.enable_partial_rollout),
-            straggling=bool(works.stragglers),
             partial=self.enable_partial_rollout or bool(unjudged),
             budget=over_issue(self.over_sample_threshold, batch_size),
         )
@@ -500,14 +501,15 @@ class ProduceStrategy:
                 left_s = min(grace_s, self.timeouts.pause_timeout_s) - (loop.time() - began)
                 if left_s <= RESOLUTION_S:
                     log.warning("pause_timed_out task=%s groups=%d: cancelled", works.task_name, len(works))
-                    works.overdue = True
+                    limit = "pause_timeout_s" if works.relied_on else "pause_interval_s"
+                    works.overdue = f"{limit}={min(grace_s, self.timeouts.pause_timeout_s):g}"
                     break
                 requests = [request for request in requests if not request.done()]
                 requests += [asyncio.create_task(self._ask(agent_loop)) for agent_loop in agent_loops]
                 await works.wait(min(self.timeouts.pause_interval_s, left_s))
             await works.stop()
         finally:
-            works.overdue = False
+            works.overdue = None
             for request in requests:
                 request.cancel()
             if requests:  # one that ignores the cancel is left behind
@@ -596,7 +598,7 @@ class ProduceStrategy:
                 f"{now - oldest.since:.1f} s{note}"
             )
         lines += [f"  {outage}" for loop in task.works.agent_loops if (outage := loop.outage.describe()) is not None]
-        lines += [f"  {pool!r}" for pool in (DATA, self.judge.pool) if pool.running >= pool.max_threads]
+        lines += [f"  {line}" for line in full_pools((DATA, self.judge.pool))]
         return lines
 
     def figures(self, task_name: str) -> Figures:

@@ -36,7 +36,7 @@ from forebay.produce.members import (
 from forebay.produce.rules import acceptance
 from forebay.produce.settings import Budgets, Timeouts, backoff_s
 from forebay.prompts import independent
-from forebay.rollout import RolloutState, Status, group_status
+from forebay.rollout import RolloutState, Status, carries_response, group_status
 from forebay.staleness import EXPIRABLE, Limits, expire_members
 from forebay.threads import see_through
 from forebay.waiting import RESOLUTION_S
@@ -104,7 +104,7 @@ class Works:
         self.stragglers: set[int] = set()
         self.batch_size = 1
         self.pausing = False
-        self.overdue = False  # a pause cancels what did not end in time
+        self.overdue: str | None = None  # the limit of a pause that cancels what did not end within it
         self.pauses = 0  # asked for so far
         self._buffer = buffer
         self._judge = judge
@@ -167,6 +167,11 @@ class Works:
     def exhausted(self) -> bool:
         """Whether so many groups in a row were rejected that something has to happen."""
         return self.rejections_in_a_row >= self._budgets.rejections(self.batch_size)
+
+    @property
+    def waiting_stragglers(self) -> set[int]:
+        """Groups that came back `tail_after` times and are not in flight: they are drawn before all others."""
+        return self.stragglers - {stage.group_id for stage in self._stages.values()} if self.stragglers else set()
 
     @property
     def agent_loops(self) -> list[AgentLoop]:
@@ -274,7 +279,8 @@ class Works:
         self._unbegun.pop(task, None)
         clock, model_step = asyncio.get_running_loop().time, steps.model_step
         self._count_dropped(group)
-        issued, working = prepare(group, partial=self._partial)
+        known_step = None if agent_loop.takes_weights_while_running else model_step
+        issued, working = prepare(group, partial=self._partial, model_step=known_step)
         rewarded = {(state.rollout_id, state.segment) for state in issued if state.reward is not None}
         cancelled, seconds, tokens, judged = None, None, 0, Judged()
         judge_s: float | None = None
@@ -379,12 +385,12 @@ class Works:
         raised = None if not generating.done() or generating.cancelled() else generating.exception()
         if isinstance(raised, EngineUnavailable):
             self.broken = self.broken or raised  # the strategy hears of it; the group lost nothing but time
-            return self._what_there_is(issued, working), None, cancelled
+            return self._what_there_is(issued, working, keep=True), None, cancelled
         cut = None
         if cancelled is not None or (in_time and generating.cancelled() and (self.pausing or agent_loop.paused)):
-            if not (self.overdue and cancelled is not None):
-                return self._what_there_is(issued, returned), None, cancelled
-            cut = f"did not end within pause_timeout_s={self._timeouts.pause_timeout_s:g} of a pause"
+            if self.overdue is None or cancelled is None:
+                return self._what_there_is(issued, returned, keep=agent_loop.outage.away), None, cancelled
+            cut = f"did not end within {self.overdue} of a pause"
         elif not in_time:
             cut = f"not generated within member_timeout_s={self._timeouts.member_timeout_s:g}"
         if cut is not None:
@@ -399,9 +405,11 @@ class Works:
             missing = f"the agent loop raised {type(raised).__name__}: {raised}"
         if missing is not None:
             returned = self._finished(returned)
-        members = collect(issued, returned, partial=self._partial, missing=missing)
+        partial = self._partial or agent_loop.outage.away
+        members = collect(issued, returned, partial=partial, missing=missing)
         asked = pauses != (self.pauses, agent_loop.pauses) or self.pausing or agent_loop.paused
-        aborted = None if asked else "the agent loop ended it early (ABORTED) although nobody asked for that"
+        excused = asked or agent_loop.excuses(issued)
+        aborted = None if excused else "the agent loop ended it early (ABORTED) although nobody asked for that"
         if aborted is not None and any(state.status is Status.ABORTED for state in members):
             self._cut_short(group_id)
         return members, settle_tries(members, issued, self._max_tries, aborted=aborted), None
@@ -431,18 +439,25 @@ class Works:
 
     async def _call(self, agent_loop: AgentLoop, working: list[RolloutState]) -> object:
         # In a coroutine of ours, so that one that is no coroutine function fails like any other.
-        return await agent_loop.generate_group(working, enable_partial_rollout=self._partial)
+        continues = any(state.status is not Status.COMPLETED and carries_response(state) for state in working)
+        return await agent_loop.generate_group(working, enable_partial_rollout=self._partial or continues)
 
     def _finished(self, returned: object) -> list[RolloutState]:
         states = returned if isinstance(returned, (list, tuple)) else ()
         return [state for state in states if isinstance(state, RolloutState) and state.status == Status.COMPLETED]
 
-    def _what_there_is(self, issued: Sequence[RolloutState], returned: object) -> list[RolloutState]:
-        """The members of a group that was stopped: those with an answer keep it, partial ones if they can continue."""
+    def _what_there_is(
+        self, issued: Sequence[RolloutState], returned: object, *, keep: bool = False
+    ) -> list[RolloutState]:
+        """The members of a group that was stopped: those with an answer keep it, partial ones if they can continue.
+
+        `keep`: they can also without partial rollout, with the weights that they have.
+        """
         for state in returned if isinstance(returned, (list, tuple)) else ():
             if isinstance(state, RolloutState) and state.status == Status.INIT:
                 state.status = Status.ABORTED
-        members = collect(issued, returned, partial=self._partial, missing="stopped", stopped=True)
+        partial = self._partial or keep
+        members = collect(issued, returned, partial=partial, missing="stopped", stopped=True)
         settle_tries(members, issued, self._max_tries + 1, spend=False)
         return members
 
@@ -501,6 +516,7 @@ class Works:
                 cancelled = stopped
             if cancelled is not None or self.pausing:
                 set_aside(members)
+                self._aside[stage.group_id] = before_s + clock() - began, aside
                 return Judged(), None, cancelled
 
     async def _judge_once(
