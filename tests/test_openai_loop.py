@@ -305,7 +305,7 @@ async def test_without_partial_rollout_it_starts_from_the_prompt(
     loop: OpenAIAgentLoop, server: CompletionServer
 ) -> None:
     state = begun(5, version_spans=((3, 5),), response_mask=[1] * 5, reward={"score": 1.0})
-    assert await answered(loop, state) is state
+    assert await loop.generate_group([state]) == [state]
     assert holds(state, ANSWER)
     assert (state.version_spans, state.response_mask, state.reward) == ((), None, None)
     assert server.received[0].body["prompt"] == PROMPT

@@ -5,7 +5,8 @@ What a loop promises
   status (COMPLETED, ABORTED, FAILED) and its response. It may return more samples of a rollout (segments 0, 1, ...),
   never fewer rollouts, and never another group's. Members that are COMPLETED already are kept as they are.
 - Cumulative fields: with partial rollout a member may arrive with tokens. The response that comes back then starts
-  with them, and versions that it brings along stay in front.
+  with them, and versions that it brings along stay in front. Without partial rollout `generate_group` drops what an
+  earlier attempt left before it calls `generate`; what this attempt generated, turn by turn, is never dropped.
 - `pause` asks for an early end: members that are under way come back soon, as ABORTED with the tokens they have.
   Until `resume`, everything that arrives comes back at once, untouched. Both may be called again and again.
 - When `generate_group` is cancelled, whatever is in the list that it was given counts as what there is.
@@ -34,7 +35,7 @@ from typing import ClassVar
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage, is_outage
 from forebay.errors import EngineUnavailable, ForebayError, InvalidGroup
 from forebay.prompts import independent, start_again
-from forebay.rollout import RolloutState, Status, reset_response
+from forebay.rollout import RolloutState, Status, carries_response, reset_response
 
 __all__ = ["AgentLoop", "failed_member", "identify_member"]
 
@@ -125,6 +126,8 @@ class AgentLoop(ABC):
 
     async def _generate_member(self, state: RolloutState, enable_partial_rollout: bool) -> Sequence[RolloutState]:
         try:
+            if not enable_partial_rollout and carries_response(state):
+                start_again(state)  # in place: when the group is cancelled, this very sample is what there is
             result = await self._generate_through_outages(state, enable_partial_rollout)
             members = [result] if isinstance(result, RolloutState) else result
             well = isinstance(members, (list, tuple)) and all(isinstance(member, RolloutState) for member in members)

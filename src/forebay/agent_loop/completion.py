@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 
 from forebay.errors import InvalidInput
-from forebay.prompts import start_again
 from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn, VersionSpans, finish_status
 
 __all__ = ["TRANSIENT_STATUSES", "Answer", "EventReader", "Interrupted", "Piece", "WrongAnswer", "merged", "read_piece"]
@@ -219,7 +218,7 @@ def merged(defaults: SampleParams, own: SampleParams | None) -> SampleParams:
 class Answer:
     """A sample and what came for it so far; kept apart, and written into the sample in one go: O(n) in all."""
 
-    def __init__(self, state: RolloutState, params: SampleParams, *, keep_tokens: bool) -> None:
+    def __init__(self, state: RolloutState, params: SampleParams) -> None:
         if state.prompt_ids is None or not len(state.prompt_ids):
             raise InvalidInput(
                 f"{_name(state)} has no prompt_ids, and a completion server is sent tokens; give the sampler a "
@@ -230,8 +229,6 @@ class Answer:
                 f"{_name(state)} has mm_info ({', '.join(map(str, state.mm_info))}), and a completion request carries "
                 "tokens only; use a loop of your own for multimodal prompts"
             )
-        if not keep_tokens and (state.response_ids is not None or state.response is not None):
-            start_again(state)  # in place: when the group is cancelled, this very sample is what there is
         self.state = state
         self.params = params
         self.finish_reason: str | None = None

@@ -191,12 +191,16 @@ class OpenAIAgentLoop(AgentLoop):
         return await fetch(self._client, self._root + path, self._headers)
 
     async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
-        """Answer one sample in place. InvalidInput without `prompt_ids`, EngineError if the server does not answer."""
+        """Answer one sample in place. InvalidInput without `prompt_ids`, EngineError if the server does not answer.
+
+        It continues after `response_ids`, so a subclass may call it once for each turn. `generate_group` has dropped
+        what an earlier attempt left, unless `enable_partial_rollout`.
+        """
         if self.paused:
             state.status = Status.ABORTED
             return state
         _check_vocabulary(state, self.vocabulary)
-        answer = Answer(state, merged(self.sample_params, state.sample_params), keep_tokens=enable_partial_rollout)
+        answer = Answer(state, merged(self.sample_params, state.sample_params))
         answering = asyncio.create_task(self._complete(answer))
         pausing = asyncio.create_task(self.until_paused())
         both = (answering, pausing)
