@@ -14,7 +14,9 @@ from forebay import (
     AgentLoop,
     AsyncProduceStrategy,
     AsyncReplayBufferConfig,
+    Budgets,
     DisaggregatedAgentLoopManager,
+    EngineUnavailable,
     FunctionAgentLoop,
     NoProgress,
     ReplayBuffer,
@@ -25,6 +27,7 @@ from forebay import (
     SyncProduceStrategy,
     Task,
     Timeouts,
+    TooManyFailures,
 )
 from forebay.agent_loop.openai import OpenAIAgentLoop
 from forebay.rollout import versioned_tokens
@@ -199,6 +202,40 @@ async def test_g13_a_turn_keeps_the_turns_before_it(partial: bool) -> None:
         second = answer_to([*prompt, *first, *Agent.tool], 5)
         assert np.array_equal(np.array(state.response_ids), [*first, *Agent.tool, *second])
         assert state.response_mask == [1] * 5 + [0] * 3 + [1] * 5
+
+
+class UnreachableTool(Agent):
+    async def call_tool(self, state: RolloutState) -> None:
+        raise ConnectionRefusedError("the sandbox at 10.0.0.9 refused")
+
+
+@pytest.mark.parametrize("partial", [True, False])
+async def test_a_tool_that_cannot_be_reached_is_not_taken_for_an_engine_that_is_away(
+    partial: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with CompletionServer() as server, UnreachableTool(server.url, "policy") as loop:
+        buffer = AsyncReplayBufferConfig().build()
+        strategy = strategy_of(buffer, enable_partial_rollout=partial, budgets=Budgets(max_consecutive_failures=6))
+        with pytest.raises(TooManyFailures, match="ConnectionRefusedError: the sandbox at"):
+            await strategy.produce_batch(loop, Sampler(RECORDS), 2, "agent", train_step=1, model_step=0)
+        line = await closed_ledger(buffer, "agent")
+    assert line["issued"] <= 6
+    assert len(server.received) <= 8  # a request for each attempt, and those that the error found running
+    assert not [record for record in caplog.records if "engine_away" in record.getMessage()]
+
+
+async def test_a_lost_connection_while_the_server_is_away_spends_no_try() -> None:
+    class BothAway(Agent):
+        async def call_tool(self, state: RolloutState) -> None:
+            await server.__aexit__()
+            raise ConnectionResetError("a request of the subclass to the same machine")
+
+    server = CompletionServer()
+    async with server, BothAway(server.url, "policy", down_timeout_s=0.05, backoff_s=0.001) as loop:
+        group = [RolloutState(message=[], rollout_id=0, group_id=0, prompt_ids=[1, 2])]
+        with pytest.raises(EngineUnavailable, match="could not be reached"):
+            await loop.generate_group(group)
+    assert [(state.status, state.num_tries) for state in group] == [(Status.ABORTED, 0)]
 
 
 async def agent(state: RolloutState) -> None:

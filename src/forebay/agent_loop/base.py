@@ -17,8 +17,8 @@ What a loop promises
 - `idle` returns when the engine has stopped all requests of this loop: only then may it be given new weights.
 - An engine that is away costs time only. `generate` raises a ConnectionError, or what HTTP clients make of one, or of a
   status 502 to 504: it is called again when the engine may be back. If it fails again although others succeeded
-  meanwhile, it was something else (a tool, say), and the member fails. `EngineUnavailable` ends producing; the members
-  keep their tokens, and spend no try.
+  meanwhile, or if the loop can ask its engine and that answers, it was something else (a tool, say), and the member
+  fails. `EngineUnavailable` ends producing; the members keep their tokens, and spend no try.
 
 `AgentLoop` keeps all that for you if you write `generate` for one sample: members run concurrently, one that raises is
 FAILED and keeps none of its siblings from finishing, and a cancel waits for all of them.
@@ -165,7 +165,7 @@ class AgentLoop(ABC):
                 if failed_at is not None and self.__answered > failed_at:
                     raise  # a later call succeeded: it is not the engine, but a tool, say, or this very prompt
                 failed_at = self.__begun
-                waiting = asyncio.ensure_future(self.outage.wait(f"{type(error).__name__}: {error}"))
+                waiting = asyncio.ensure_future(self._wait_for_engine(error))
                 pausing = asyncio.ensure_future(self.until_paused())
                 try:
                     await asyncio.wait((waiting, pausing), return_when=asyncio.FIRST_COMPLETED)
@@ -184,6 +184,15 @@ class AgentLoop(ABC):
                     self.__answered = max(self.__answered, call)
                     self.outage.over()
                 return result
+
+    async def _wait_for_engine(self, error: Exception) -> None:
+        if await self._engine_answers():
+            raise error
+        await self.outage.wait(f"{type(error).__name__}: {error}")
+
+    async def _engine_answers(self) -> bool:
+        """Whether the engine is known to be up, so that a connection that failed was another one, to a tool, say."""
+        return False  # a loop of the user's own has nobody to ask
 
     @property
     def outage(self) -> Outage:

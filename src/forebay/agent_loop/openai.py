@@ -8,7 +8,8 @@ What it promises
   turn, or for the next attempt, ends at once as well.
 - Trouble that may pass is tried again, with growing delays; what another attempt cannot help is an `EngineError` at
   once. A server that cannot be reached (refused, connection lost, status 502 to 504) is waited for: no attempt is
-  counted, the tokens stay, and after `down_timeout_s` it is `EngineUnavailable`, which spends no try either.
+  counted, the tokens stay, and after `down_timeout_s` it is `EngineUnavailable`, which spends no try either. When a
+  tool of a subclass cannot be reached while the server answers, the member fails.
 - Tokens count only from a server that is known to have the current weights (see `gate`): one that restarted serves its
   start-up weights, and raises `EngineRestarted`, unless a control loads them again.
 - A pause is over when the server has stopped our requests (`idle`), not when their connections are closed.
@@ -189,6 +190,13 @@ class OpenAIAgentLoop(AgentLoop):
 
     async def _fetch(self, path: str) -> bytes | None:
         return await fetch(self._client, self._root + path, self._headers)
+
+    async def _engine_answers(self) -> bool:
+        try:
+            await self._gate.ask()
+        except Unreachable:
+            return False
+        return True
 
     async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
         """Answer one sample in place. InvalidInput without `prompt_ids`, EngineError if the server does not answer.
