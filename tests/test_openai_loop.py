@@ -301,6 +301,16 @@ async def test_a_response_that_ends_in_a_stop_token_is_complete(
     assert server.received == []
 
 
+@pytest.mark.parametrize("mask", [[1] * 4 + [0], np.array([1] * 4 + [0])], ids=["list", "array"])
+async def test_a_stop_token_of_a_tool_does_not_end_the_answer(loop: OpenAIAgentLoop, mask: Any) -> None:
+    """Chat templates close the turn of a tool with the token that closes the turns of the model."""
+    state = begun(5, response_mask=mask, sample_params=SampleParams(stop_token_ids=(ANSWER[4],)))
+    await answered(loop, state)
+    assert (state.status, state.finish_reason) == (Status.COMPLETED, "length")
+    assert holds(state, ANSWER)
+    assert list(state.response_mask if state.response_mask is not None else ()) == [1] * 4 + [0] + [1] * (BUDGET - 5)
+
+
 async def test_without_partial_rollout_it_starts_from_the_prompt(
     loop: OpenAIAgentLoop, server: CompletionServer
 ) -> None:

@@ -289,10 +289,14 @@ class Answer:
             self._versions += self._reported
 
     def settled(self) -> bool:
-        """Whether there is nothing to ask for: it has ended, by the server's word or by its own last token."""
+        """Whether there is nothing to ask for: it has ended, by the server's word or by its own last token.
+
+        A token that the model did not generate (its mask is 0) ends no turn of the model.
+        """
         if self.finish_reason is None and len(self):
             last = self._ids[-1] if self._ids else self.state.response_ids[-1]  # type: ignore[index]
-            if last in self.params.stop_token_ids:
+            mask = None if self._ids else self.state.response_mask
+            if last in self.params.stop_token_ids and (mask is None or mask[-1]):
                 self.finish_reason = "stop"
             elif self.params.max_tokens is not None and len(self) >= self.params.max_tokens:
                 self.finish_reason = "length"
