@@ -16,6 +16,7 @@ import pytest
 from forebay import RolloutState, SampleParams, Status
 from forebay.agent_loop.completion import EventReader, Interrupted, WrongAnswer, read_piece
 from forebay.agent_loop.openai import OpenAIAgentLoop, _delay_s
+from forebay.engines import VLLMControl
 from forebay.errors import EngineError, EngineUnavailable, InvalidConfig, InvalidInput
 from tests.openai_server import CompletionServer, Script, answer_to, logprob_of, text_of
 from tests.processes import HANG_S
@@ -851,6 +852,11 @@ async def test_a_client_of_the_users_own_is_used_and_left_open(server: Completio
         ({"extra_body": {"n": 2}}, "extra_body has 'n'"),
         ({"extra_body": {"temperature": 0}}, "extra_body has 'temperature'"),
         ({"extra_body": {"x": object()}}, "extra_body cannot be written as JSON"),
+        ({"engine": "http://127.0.0.1:8000"}, "engine is 'http://127.0.0.1:8000'; expected a control"),
+        (
+            {"engine": VLLMControl("http://127.0.0.1:8001")},
+            "the loop asks http://127.0.0.1:8000, but its engine is the control of http://127.0.0.1:8001",
+        ),
         ({"client": "httpx"}, "client is 'httpx'; expected an httpx.AsyncClient"),
     ],
 )
@@ -859,6 +865,11 @@ def test_wrong_settings_are_refused_with_what_was_expected(settings: dict[str, A
         OpenAIAgentLoop(**({"base_url": "http://127.0.0.1:8000/v1", "model": "policy"} | settings))
     assert message in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("root", ["http://localhost:8000", "http://127.0.0.1:8000/", "HTTP://[::1]:8000"])
+def test_the_control_of_the_same_server_is_accepted(root: str) -> None:
+    OpenAIAgentLoop("http://127.0.0.1:8000/v1", "policy", engine=VLLMControl(root))
 
 
 def test_a_slash_at_the_end_of_the_url_does_not_matter() -> None:

@@ -52,7 +52,7 @@ from forebay.agent_loop.completion import (
 )
 from forebay.agent_loop.gate import Engine, ServerGate, Unreachable
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
-from forebay.agent_loop.server import authorization, checked_url, fetch, until_idle
+from forebay.agent_loop.server import authorization, checked_url, fetch, same_server, until_idle
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
 from forebay.rollout import RolloutState, SampleParams, Status
 from forebay.threads import see_through
@@ -143,6 +143,13 @@ class OpenAIAgentLoop(AgentLoop):
         self.vocabulary = vocabulary
         if engine is not None and trust_restarts:
             raise InvalidConfig("engine and trust_restarts are both given; give trust_restarts to the control")
+        if engine is not None and not isinstance(getattr(engine, "gate", None), ServerGate):
+            raise InvalidConfig(f"engine is {engine!r:.80}; expected a control of forebay.engines, or None")
+        if engine is not None and not same_server(engine.gate.url, self._root):
+            raise InvalidConfig(
+                f"the loop asks {self._root}, but its engine is the control of {engine.gate.url}; expected one server, "
+                "because tokens count by what the control knows of it"
+            )
         self._engine = engine
         self._gate = (
             ServerGate(self._root, self._fetch, trust_restarts=trust_restarts) if engine is None else engine.gate
