@@ -626,6 +626,41 @@ async def test_an_update_is_repeated_from_its_beginning_if_the_server_restarts_i
     assert (server.version, server.step, server.paused) == ("2", 2, False)
 
 
+@pytest.mark.parametrize("moment", [HOLD, LOAD, VERSION])
+async def test_a_server_that_restarts_while_it_is_loaded_again_is_waited_for(
+    server: EngineServer, control: EngineControl, weights: Callable[[int], Path], moment: dict[str, str]
+) -> None:
+    restarts: list[asyncio.Task[None]] = []
+
+    async def restart() -> None:
+        restarts.append(asyncio.create_task(server.restart()))
+        await asyncio.Event().wait()  # until this connection is cut
+
+    async with loop_of(server, engine=control, max_tokens=60) as loop, plane(loop) as (manager, _):
+        await control.update_weights(weights(1), model_step=1)
+        await manager.continue_produce(1)
+        await server.restart()
+        at(server, moment[server.kind], restart)
+        producing = asyncio.create_task(manager.produce_loop(2))
+        async with manager.get_batch(2, 2, timeout_s=HANG_S) as batch:
+            assert wrong_spans(batch.groups) == []
+            assert {state.num_tries for group in batch.groups for state in group} == {0}
+        assert len(restarts) == 1
+    await producing
+
+
+async def test_a_server_that_dies_in_a_pause_is_not_said_to_run_requests(weights: Callable[[int], Path]) -> None:
+    async def die() -> None:
+        dying.append(asyncio.create_task(server.kill()))
+        await asyncio.Event().wait()  # until this connection is cut
+
+    dying: list[asyncio.Task[None]] = []
+    async with EngineServer(started_with=weights(0)) as server:
+        at(server, "/pause", die)
+        with pytest.raises(EngineError, match="POST /pause got no answer"):
+            await VLLMControl(server.root).idle()
+
+
 @pytest.mark.parametrize("verify", [True, False])
 async def test_g13_an_update_of_which_two_processes_took_a_part_each_is_repeated(
     server: EngineServer, weights: Callable[[int], Path], verify: bool
