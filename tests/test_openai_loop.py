@@ -16,6 +16,7 @@ import pytest
 from forebay import RolloutState, SampleParams, Status
 from forebay.agent_loop.completion import EventReader, Interrupted, WrongAnswer, read_piece
 from forebay.agent_loop.openai import OpenAIAgentLoop, _delay_s
+from forebay.engines import VLLMControl
 from forebay.errors import EngineError, EngineUnavailable, InvalidConfig, InvalidInput
 from tests.openai_server import CompletionServer, Script, answer_to, logprob_of, text_of
 from tests.processes import HANG_S
@@ -301,11 +302,21 @@ async def test_a_response_that_ends_in_a_stop_token_is_complete(
     assert server.received == []
 
 
+@pytest.mark.parametrize("mask", [[1] * 4 + [0], np.array([1] * 4 + [0])], ids=["list", "array"])
+async def test_a_stop_token_of_a_tool_does_not_end_the_answer(loop: OpenAIAgentLoop, mask: Any) -> None:
+    """Chat templates close the turn of a tool with the token that closes the turns of the model."""
+    state = begun(5, response_mask=mask, sample_params=SampleParams(stop_token_ids=(ANSWER[4],)))
+    await answered(loop, state)
+    assert (state.status, state.finish_reason) == (Status.COMPLETED, "length")
+    assert holds(state, ANSWER)
+    assert list(state.response_mask if state.response_mask is not None else ()) == [1] * 4 + [0] + [1] * (BUDGET - 5)
+
+
 async def test_without_partial_rollout_it_starts_from_the_prompt(
     loop: OpenAIAgentLoop, server: CompletionServer
 ) -> None:
     state = begun(5, version_spans=((3, 5),), response_mask=[1] * 5, reward={"score": 1.0})
-    assert await answered(loop, state) is state
+    assert await loop.generate_group([state]) == [state]
     assert holds(state, ANSWER)
     assert (state.version_spans, state.response_mask, state.reward) == ((), None, None)
     assert server.received[0].body["prompt"] == PROMPT
@@ -841,6 +852,11 @@ async def test_a_client_of_the_users_own_is_used_and_left_open(server: Completio
         ({"extra_body": {"n": 2}}, "extra_body has 'n'"),
         ({"extra_body": {"temperature": 0}}, "extra_body has 'temperature'"),
         ({"extra_body": {"x": object()}}, "extra_body cannot be written as JSON"),
+        ({"engine": "http://127.0.0.1:8000"}, "engine is 'http://127.0.0.1:8000'; expected a control"),
+        (
+            {"engine": VLLMControl("http://127.0.0.1:8001")},
+            "the loop asks http://127.0.0.1:8000, but its engine is the control of http://127.0.0.1:8001",
+        ),
         ({"client": "httpx"}, "client is 'httpx'; expected an httpx.AsyncClient"),
     ],
 )
@@ -849,6 +865,11 @@ def test_wrong_settings_are_refused_with_what_was_expected(settings: dict[str, A
         OpenAIAgentLoop(**({"base_url": "http://127.0.0.1:8000/v1", "model": "policy"} | settings))
     assert message in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("root", ["http://localhost:8000", "http://127.0.0.1:8000/", "HTTP://[::1]:8000"])
+def test_the_control_of_the_same_server_is_accepted(root: str) -> None:
+    OpenAIAgentLoop("http://127.0.0.1:8000/v1", "policy", engine=VLLMControl(root))
 
 
 def test_a_slash_at_the_end_of_the_url_does_not_matter() -> None:

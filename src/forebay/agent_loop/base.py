@@ -5,7 +5,8 @@ What a loop promises
   status (COMPLETED, ABORTED, FAILED) and its response. It may return more samples of a rollout (segments 0, 1, ...),
   never fewer rollouts, and never another group's. Members that are COMPLETED already are kept as they are.
 - Cumulative fields: with partial rollout a member may arrive with tokens. The response that comes back then starts
-  with them, and versions that it brings along stay in front.
+  with them, and versions that it brings along stay in front. Without partial rollout `generate_group` drops what an
+  earlier attempt left before it calls `generate`; what this attempt generated, turn by turn, is never dropped.
 - `pause` asks for an early end: members that are under way come back soon, as ABORTED with the tokens they have.
   Until `resume`, everything that arrives comes back at once, untouched. Both may be called again and again.
 - When `generate_group` is cancelled, whatever is in the list that it was given counts as what there is.
@@ -17,8 +18,9 @@ What a loop promises
 - An engine that is away costs time only. `generate` raises a ConnectionError, or what HTTP clients make of one, or of a
   status 502 to 504: it is called again when the engine may be back. Tokens that it has written into the sample by then
   stay there, and `enable_partial_rollout` is True: it continues behind them, as the weights are the same. If it fails
-  again although others succeeded meanwhile, it was something else (a tool, say), and the member fails.
-  `EngineUnavailable` ends producing; the members keep their tokens, and spend no try.
+  again although others succeeded meanwhile, or if the loop can ask its engine and that answers, it was something else
+  (a tool, say), and the member fails. `EngineUnavailable` ends producing; the members keep their tokens, and spend no
+  try.
 
 `AgentLoop` keeps all that for you if you write `generate` for one sample: members run concurrently, one that raises is
 FAILED and keeps none of its siblings from finishing, and a cancel waits for all of them.
@@ -126,6 +128,8 @@ class AgentLoop(ABC):
 
     async def _generate_member(self, state: RolloutState, enable_partial_rollout: bool) -> Sequence[RolloutState]:
         try:
+            if not enable_partial_rollout and carries_response(state):
+                start_again(state)  # in place: when the group is cancelled, this very sample is what there is
             result = await self._generate_through_outages(state, enable_partial_rollout)
             members = [result] if isinstance(result, RolloutState) else result
             well = isinstance(members, (list, tuple)) and all(isinstance(member, RolloutState) for member in members)
@@ -163,7 +167,7 @@ class AgentLoop(ABC):
                 if failed_at is not None and self.__answered > failed_at:
                     raise  # a later call succeeded: it is not the engine, but a tool, say, or this very prompt
                 failed_at = self.__begun
-                waiting = asyncio.ensure_future(self.outage.wait(f"{type(error).__name__}: {error}"))
+                waiting = asyncio.ensure_future(self._wait_for_engine(error))
                 pausing = asyncio.ensure_future(self.until_paused())
                 try:
                     await asyncio.wait((waiting, pausing), return_when=asyncio.FIRST_COMPLETED)
@@ -185,6 +189,15 @@ class AgentLoop(ABC):
                     self.__answered = max(self.__answered, call)
                     self.outage.over()
                 return result
+
+    async def _wait_for_engine(self, error: Exception) -> None:
+        if await self._engine_answers():
+            raise error
+        await self.outage.wait(f"{type(error).__name__}: {error}")
+
+    async def _engine_answers(self) -> bool:
+        """Whether the engine is known to be up, so that a connection that failed was another one, to a tool, say."""
+        return False  # a loop of the user's own has nobody to ask
 
     @property
     def outage(self) -> Outage:

@@ -8,7 +8,8 @@ What it promises
   turn, or for the next attempt, ends at once as well.
 - Trouble that may pass is tried again, with growing delays; what another attempt cannot help is an `EngineError` at
   once. A server that cannot be reached (refused, connection lost, status 502 to 504) is waited for: no attempt is
-  counted, the tokens stay, and after `down_timeout_s` it is `EngineUnavailable`, which spends no try either.
+  counted, the tokens stay, and after `down_timeout_s` it is `EngineUnavailable`, which spends no try either. When a
+  tool of a subclass cannot be reached while the server answers, the member fails.
 - Tokens count only from a server that is known to have the current weights (see `gate`): one that restarted serves its
   start-up weights, and raises `EngineRestarted`, unless a control loads them again.
 - A pause is over when the server has stopped our requests (`idle`), not when their connections are closed.
@@ -51,7 +52,7 @@ from forebay.agent_loop.completion import (
 )
 from forebay.agent_loop.gate import Engine, ServerGate, Unreachable
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
-from forebay.agent_loop.server import authorization, checked_url, fetch, until_idle
+from forebay.agent_loop.server import authorization, checked_url, fetch, same_server, until_idle
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
 from forebay.rollout import RolloutState, SampleParams, Status
 from forebay.threads import see_through
@@ -142,6 +143,13 @@ class OpenAIAgentLoop(AgentLoop):
         self.vocabulary = vocabulary
         if engine is not None and trust_restarts:
             raise InvalidConfig("engine and trust_restarts are both given; give trust_restarts to the control")
+        if engine is not None and not isinstance(getattr(engine, "gate", None), ServerGate):
+            raise InvalidConfig(f"engine is {engine!r:.80}; expected a control of forebay.engines, or None")
+        if engine is not None and not same_server(engine.gate.url, self._root):
+            raise InvalidConfig(
+                f"the loop asks {self._root}, but its engine is the control of {engine.gate.url}; expected one server, "
+                "because tokens count by what the control knows of it"
+            )
         self._engine = engine
         self._gate = (
             ServerGate(self._root, self._fetch, trust_restarts=trust_restarts) if engine is None else engine.gate
@@ -190,13 +198,24 @@ class OpenAIAgentLoop(AgentLoop):
     async def _fetch(self, path: str) -> bytes | None:
         return await fetch(self._client, self._root + path, self._headers)
 
+    async def _engine_answers(self) -> bool:
+        try:
+            await self._gate.ask()
+        except Unreachable:
+            return False
+        return True
+
     async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
-        """Answer one sample in place. InvalidInput without `prompt_ids`, EngineError if the server does not answer."""
+        """Answer one sample in place. InvalidInput without `prompt_ids`, EngineError if the server does not answer.
+
+        It continues after `response_ids`, so a subclass may call it once for each turn. `generate_group` has dropped
+        what an earlier attempt left, unless `enable_partial_rollout`.
+        """
         if self.paused:
             state.status = Status.ABORTED
             return state
         _check_vocabulary(state, self.vocabulary)
-        answer = Answer(state, merged(self.sample_params, state.sample_params), keep_tokens=enable_partial_rollout)
+        answer = Answer(state, merged(self.sample_params, state.sample_params))
         answering = asyncio.create_task(self._complete(answer))
         pausing = asyncio.create_task(self.until_paused())
         both = (answering, pausing)

@@ -280,14 +280,20 @@ class EngineControl(ABC):
             assert step is not None
             if self.verify and await in_thread(lambda: read_weights(loaded.path)) != loaded.tensors:
                 raise EngineError(f"the weights at {loaded.path} changed since they were loaded; update the weights")
-            process = await self._asked(self.gate.started())
-            await self._load(
-                loaded.path,
-                loaded.tensors,
-                step,
-                process,
-                lambda checksums: self._check_same(loaded.checksums, checksums),
-            )
+            process: Process | None = None
+            try:
+                process = await self._asked(self.gate.started())
+                await self._load(
+                    loaded.path,
+                    loaded.tensors,
+                    step,
+                    process,
+                    lambda checksums: self._check_same(loaded.checksums, checksums),
+                )
+            except EngineError as error:
+                if not await self._is_away(error, process):
+                    raise
+                raise EngineGone(f"{self.url} went away while its weights were loaded again: {error}") from error
             log.warning("weights_loaded_again url=%s model_step=%d", self.url, step)
 
     def _check(self, baseline: _Loaded | None, tensors: Mapping[str, Tensor], checksums: Checksums) -> tuple[int, int]:

@@ -447,10 +447,16 @@ class ProduceStrategy:
             failed = sum(works.failing.values())
             back = len(works.failing) - failed
             works.failing.clear()
+            advice = (
+                " (pauses had to cancel them: let `generate` end early when the loop is `paused`, or raise "
+                "pause_timeout_s)"
+                if works.overran_pause
+                else ""
+            )
             raise TooManyFailures(
                 f"{attempts} attempts in a row at groups of task {works.task_name!r} failed, and none was completed; "
-                f"the last error: {works.last_error}. Of these groups {failed} spent their last try and ended as "
-                f"failed, {back} are back in the buffer; fix the cause and produce again, or raise "
+                f"the last error: {works.last_error}{advice}. Of these groups {failed} spent their last try and ended "
+                f"as failed, {back} are back in the buffer; fix the cause and produce again, or raise "
                 "max_consecutive_failures"
             )
         if works.exhausted and self.budgets.when_exhausted == "raise":

@@ -99,6 +99,7 @@ class Works:
         self.failing: dict[int, bool] = {}  # groups of these failures; whether they ended as failed
         self.rejections_in_a_row = 0
         self.last_error: str | None = None
+        self.overran_pause = False  # whether that is an attempt that a pause had to cancel
         self.broken: BaseException | None = None
         self.on_end: Callable[[Outcome, Sequence[RolloutState]], None] | None = None  # of an attempt
         self.stragglers: set[int] = set()
@@ -123,6 +124,8 @@ class Works:
         self._suspects: dict[int, tuple[int, float]] = {}  # times cut short in a row; rests until
         self._judging_failed: float | None = None  # since when rewards or filters raise
         self._aside: dict[int, tuple[float, int]] = {}  # how long groups were judged, and how often set aside
+        self._overran: set[int] = set()  # groups that a pause had to cancel, and that are not counted yet
+        self._overrun_pause = 0  # the last pause of which that was counted
         self._pause: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that the last group was started on
 
@@ -394,6 +397,8 @@ class Works:
         elif not in_time:
             cut = f"not generated within member_timeout_s={self._timeouts.member_timeout_s:g}"
         if cut is not None:
+            if cancelled is not None:
+                self._overran.add(group_id)
             self._cut_short(group_id)
             members = self._what_there_is(issued, returned)
             return members, settle_tries(members, issued, self._max_tries, aborted=cut), cancelled
@@ -604,8 +609,13 @@ class Works:
 
     def _count(self, outcome: Outcome) -> None:
         self.figures.count(outcome)
+        overran = outcome.group_id in self._overran
+        self._overran.discard(outcome.group_id)
         if outcome.failed:
-            self.failures_in_a_row += 1
+            # A pause cancels all groups that run at once: that says one thing about the loop, and is one failure.
+            self.failures_in_a_row += not overran or self._overrun_pause != self.pauses
+            self._overrun_pause = self.pauses if overran else self._overrun_pause
+            self.overran_pause = overran
             self.failing[outcome.group_id] = outcome.status is Status.FAILED
             self.last_error = outcome.error
         if outcome.kept is not None:
