@@ -355,12 +355,16 @@ class ReplayBuffer:
 
     async def produced(self, task_name: str) -> int:
         """Groups of a task that count towards its target: buffered COMPLETED (and fresh), leased, trained."""
+        return sum(await self.completed_and_taken(task_name))
+
+    async def completed_and_taken(self, task_name: str) -> tuple[int, int]:
+        """Groups of a task that are buffered as COMPLETED (and fresh), and those that are leased or trained."""
         await self._session.ready()
         line = (await self.storage.ledger()).get(task_name)
         if line is None:
-            return 0
+            return 0, 0
         completed = (await self.storage.available((task_name,), Status.COMPLETED))[task_name]
-        return completed + line["leased"] + line["trained"]
+        return completed, line["leased"] + line["trained"]
 
     async def train_steps(self) -> dict[str, int]:
         """The latest train step that each task was judged for, by anybody: the clock of the storage."""

@@ -89,21 +89,25 @@ class Manager:
 
     # --- producing ------------------------------------------------------------------------------------
 
-    async def _produce(self, sizes: Mapping[str, int], target: Callable[[str, LedgerLine], int | None]) -> bool:
+    async def _produce(
+        self, sizes: Mapping[str, int], target: Callable[[str, LedgerLine], int | None] | None = None
+    ) -> bool:
         """Have every task that has a target produce up to it, all together; whether all of it is there.
 
         `target(name, ledger of the task)` is asked when the ledger was read: a batch that is acknowledged meanwhile is
-        owed no more when it counts as trained. One task's exception stops the others and brings their groups back, and
-        then surfaces.
+        owed no more when it counts as trained. Without it the target is this batch itself, in the buffer. One task's
+        exception stops the others and brings their groups back, and then surfaces.
         """
         spare = self._spare(sizes)
-        ledger = await self.replay_buffer.ledger()
+        targets: dict[str, int | None] = {name: None for name in self.tasks if sizes[name]}
+        if target is not None:
+            ledger = await self.replay_buffer.ledger()
+            owed = {name: target(name, ledger.get(name, {})) for name in self.tasks}
+            targets = {name: groups for name, groups in owed.items() if groups is not None}
         running: list[asyncio.Task[bool]] = []
-        for name in self.tasks:
-            groups = target(name, ledger.get(name, {}))
-            if groups is not None:
-                work = self._produce_task(name, sizes[name], groups, spare)
-                running.append(asyncio.create_task(work, name=f"produce {name}"))
+        for name, groups in targets.items():
+            work = self._produce_task(name, sizes[name], groups, spare)
+            running.append(asyncio.create_task(work, name=f"produce {name}"))
         if not running:
             return True
         try:
@@ -121,7 +125,7 @@ class Manager:
             raise failed[0]
         return all(task.result() for task in running)
 
-    async def _produce_task(self, name: str, batch_size: int, target: int, spare: int | None) -> bool:
+    async def _produce_task(self, name: str, batch_size: int, target: int | None, spare: int | None) -> bool:
         task = self.tasks[name]
         production = await task.strategy.produce(
             task.agent_loop,

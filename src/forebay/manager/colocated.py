@@ -8,7 +8,6 @@ import os
 from forebay.checks import whole_number
 from forebay.errors import InvalidInput, WaitTimeout
 from forebay.lease import Lease
-from forebay.ledger import LedgerLine
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
 from forebay.waiting import Deadline
@@ -106,16 +105,12 @@ class AgentLoopManager(Manager):
         )
         wants = {name: groups for name, groups in sizes.items() if groups}
         with self.replay_buffer.asking(sizes):
-            complete = await self._produce(sizes, lambda name, line: self._target(sizes[name], line))
+            complete = await self._produce(sizes)
         self._check_open()
         await self._pause_strategies(self.tasks)
         if not complete:
             return None
         return await self.replay_buffer.try_lease(wants, train_step=train_step)
-
-    def _target(self, groups: int, line: LedgerLine) -> int | None:
-        # What others hold, also this manager's for another step, is not there for this one.
-        return line.get("trained", 0) + line.get("leased", 0) + groups if groups else None
 
     async def _meet_store(self, train_step: int, model_step: int) -> None:
         """Before the first step changes anything: a store that was trained further, or drawn from another data set."""
