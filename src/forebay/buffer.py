@@ -377,6 +377,11 @@ class ReplayBuffer:
         await self._session.ready()
         return any(holding.owner != self.owner for holding in await self.storage.holdings())
 
+    async def give_back_owed(self) -> None:
+        """For managers: return groups that were claimed for a batch which an outage kept from being handed out."""
+        await self._session.ready()
+        await self._outlet.give_back_owed()
+
     def nudge(self) -> None:
         """Let every wait look again: something that it depends on changed outside the storage."""
         self._session.nudge()

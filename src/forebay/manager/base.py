@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from forebay.buffer import ReplayBuffer
@@ -72,6 +73,7 @@ class Manager:
         self._met_store = False
         self._closed = False
         self._leased: set[int] = set()  # steps whose batch was handed out
+        self._leases: list[Lease] = []  # that were not settled when the last batch was handed out
         self._seen: dict[str, Figures] = {}
         replay_buffer.produces(self, self.tasks)
         for name, task in self.tasks.items():
@@ -241,6 +243,7 @@ class Manager:
     async def _result(
         self, train_step: int, status: ProduceStatus, sizes: dict[str, int], lease: Lease | None, wait_s: float
     ) -> ProduceBatchResult:
+        self._leases = [held for held in (*self._leases, lease) if held is not None and held.open]
         try:
             statuses = (Status.INIT, Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
             counts = await self._patiently(lambda: self.replay_buffer.count_statuses(list(self.tasks), statuses))
@@ -274,6 +277,14 @@ class Manager:
             group_gen_p99_s=quantile(times, 0.99) if times else None,
             lease=lease,
         )
+
+    async def _settle_owed(self) -> None:
+        """Settle batches whose settlement found the storage away, before the next one is handed out.
+
+        They are leased otherwise as long as this process lives. A step that is acknowledged here was trained on.
+        """
+        for lease in self._leases:
+            await self._patiently(lease.settle_owed)
 
     def _on_ack(self, train_step: int, began: bool) -> None:
         # Before the store has it: owing too little for a moment is harmless, owing a batch twice is not.
@@ -497,7 +508,12 @@ class Manager:
         self._closed = True
         self.replay_buffer.produces(self, ())
         self.replay_buffer.nudge()
-        await self._close_strategies()
+        try:
+            await self._close_strategies()
+        finally:
+            with suppress(StorageUnavailable, BufferClosed):  # then the next run gets these batches again
+                for lease in self._leases:
+                    await lease.settle_owed()
 
     async def __aenter__(self) -> Self:
         return self

@@ -73,6 +73,7 @@ class AgentLoopManager(Manager):
         self._refuse_what_is_too_old(train_step, model_step)
         self._producing = True
         try:
+            await self._settle_owed()
             await self._patiently(lambda: self._meet_store(train_step, model_step))
             if model_step > self.model_step:
                 self.progress.skipped.clear()
@@ -99,6 +100,7 @@ class AgentLoopManager(Manager):
 
     async def _attempt(self, batch_size: int, train_step: int) -> Lease | None:
         sizes = self.progress.plan(batch_size, train_step)
+        await self.replay_buffer.give_back_owed()  # before the producer waits for their room
         await self.replay_buffer.refresh_staleness(
             task_stale_thresholds={name: task.strategy.stale_threshold for name, task in self.tasks.items()},
             current_train_step=train_step,
