@@ -314,7 +314,7 @@ class ReplayBuffer:
             return None
         room = max(0, limit - (await self.storage.usage()).groups)
         if not room:
-            await self._session.refused("", ())
+            await self._session.refused(())
         return room
 
     def produces(self, producer: object, tasks: Collection[str]) -> None:
