@@ -346,6 +346,36 @@ async def test_a_lease_of_somebody_else_does_not_count() -> None:
 
 
 @simulated
+@pytest.mark.parametrize("max_groups", [4, 6, None])
+async def test_groups_of_a_dead_owner_complete_the_batch_when_they_are_back(max_groups: int | None) -> None:
+    storage = MemoryStorage(clock=now)
+    dead = ReplayBuffer(storage=storage, max_groups=max_groups, lease_s=60)
+    await dead.put_many([make_group() for _ in range(4)], "math", model_step=0)
+    await dead.lease_batch({"math": 4}, train_step=1)  # its process is killed: no heartbeat in virtual time
+    plane = colocated(buffer=ReplayBuffer(storage=storage, max_groups=max_groups), loop=after(1))
+    async with plane.manager.produce_batch(4, 1, model_step=0, timeout_s=1000) as batch:
+        assert len(batch.groups) == 4
+        assert now() == pytest.approx(1 if max_groups is None else 60)
+    assert (await plane.ledger())["trained"] == 4
+    await dead.close()
+
+
+@simulated
+async def test_a_strategy_counts_groups_that_come_back_from_a_dead_owner() -> None:
+    storage = MemoryStorage(clock=now)
+    dead = ReplayBuffer(storage=storage, max_groups=4, lease_s=60)
+    await dead.put_many([make_group() for _ in range(4)], "math", model_step=0)
+    await dead.lease_batch({"math": 4}, train_step=1)
+    plane = colocated(buffer=ReplayBuffer(storage=storage, max_groups=4), loop=after(1))
+    produced = await plane.strategies["math"].produce_batch(
+        plane.loops["math"], Sampler(PROMPTS), 4, "math", train_step=1, model_step=0
+    )
+    assert produced.complete
+    assert now() == pytest.approx(60)
+    await dead.close()
+
+
+@simulated
 async def test_a_request_is_for_one_batch() -> None:
     plane = colocated()
     request = plane.manager.produce_batch(1, 1, model_step=0)
@@ -914,7 +944,7 @@ async def test_waiting_is_explained_by_task() -> None:
     producing = asyncio.ensure_future(plane.manager.produce_batch(3, 1, model_step=0).__aenter__())
     await asyncio.sleep(7)
     text = await plane.manager.explain_wait()
-    assert "waited 7.0 s so far for task 'math' to have 2 groups completed, leased or trained" in text
+    assert "waited 7.0 s so far for task 'math' to have 2 completed groups in the buffer" in text
     assert "task 'math': buffered 1 completed; 1 in flight" in text
     assert "the oldest (group 1) for 7.0 s" in text
     assert "task 'math': 1 groups missing of 2 owed up to step 1; 1 in flight here" in text

@@ -322,7 +322,7 @@ class ReplayBuffer:
             return None
         room = max(0, limit - (await self.storage.usage()).groups)
         if not room:
-            await self._session.refused("", ())
+            await self._session.refused(())
         return room
 
     def produces(self, producer: object, tasks: Collection[str]) -> None:
@@ -363,12 +363,16 @@ class ReplayBuffer:
 
     async def produced(self, task_name: str) -> int:
         """Groups of a task that count towards its target: buffered COMPLETED (and fresh), leased, trained."""
+        return sum(await self.completed_and_taken(task_name))
+
+    async def completed_and_taken(self, task_name: str) -> tuple[int, int]:
+        """Groups of a task that are buffered as COMPLETED (and fresh), and those that are leased or trained."""
         await self._session.ready()
         line = (await self.storage.ledger()).get(task_name)
         if line is None:
-            return 0
+            return 0, 0
         completed = (await self.storage.available((task_name,), Status.COMPLETED))[task_name]
-        return completed + line["leased"] + line["trained"]
+        return completed, line["leased"] + line["trained"]
 
     async def train_steps(self) -> dict[str, int]:
         """The latest train step that each task was judged for, by anybody: the clock of the storage."""
@@ -380,6 +384,11 @@ class ReplayBuffer:
         """Whether groups are held by other users of the storage (who may be dead since less than their `lease_s`)."""
         await self._session.ready()
         return any(holding.owner != self.owner for holding in await self.storage.holdings())
+
+    async def give_back_owed(self) -> None:
+        """For managers: return groups that were claimed for a batch which an outage kept from being handed out."""
+        await self._session.ready()
+        await self._outlet.give_back_owed()
 
     def nudge(self) -> None:
         """Let every wait look again: something that it depends on changed outside the storage."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ from forebay import (
     AgentLoop,
     AgentLoopManager,
     AsyncProduceStrategy,
+    BatchRequest,
     Budgets,
     DisaggregatedAgentLoopManager,
     EngineError,
     FunctionAgentLoop,
+    InvalidInput,
     ProducerStopped,
     ReplayBuffer,
     RolloutState,
@@ -633,6 +637,7 @@ class Away(MemoryStorage):
     def __init__(self, since: float, seconds: float) -> None:
         super().__init__()
         self.since, self.until = since, since + seconds
+        self.away_when_settled = False  # from the first settlement on
 
     def _check(self) -> None:
         if self.since <= now() < self.until:
@@ -651,6 +656,7 @@ class Away(MemoryStorage):
         return await super().claim(*args, **kwargs)
 
     async def settle(self, *args: Any, **kwargs: Any) -> Any:
+        self.since = now() if self.away_when_settled else self.since
         self._check()
         return await super().settle(*args, **kwargs)
 
@@ -717,5 +723,146 @@ def test_a_storage_that_stays_away_is_an_error() -> None:
                 async with manager.produce_batch(2, 2, model_step=1):
                     pass
             assert 30 <= now() <= 40
+
+    run(main)
+
+
+class Trainer:
+    """A manager, either kind, on a storage that is away when the test says so; `storage_retry_s` is 30."""
+
+    def __init__(self, colocated: bool) -> None:
+        self.storage = Away(math.inf, math.inf)
+        self.buffer = ReplayBuffer(storage=self.storage, max_groups=4)
+
+        async def generate(state: RolloutState) -> None:
+            answer(state)
+
+        strategy = AsyncProduceStrategy(self.buffer, max_staleness=5, progress=NoProgress())
+        sampler = Sampler([{"prompt": f"q{i}"} for i in range(500)], shuffle=False)
+        task = Task(name=TASK, sampler=sampler, agent_loop=FunctionAgentLoop(generate), strategy=strategy)
+        kind = AgentLoopManager if colocated else DisaggregatedAgentLoopManager
+        self.manager = kind([task], self.buffer, storage_retry_s=30)
+
+    async def __aenter__(self) -> Trainer:
+        if isinstance(self.manager, DisaggregatedAgentLoopManager):
+            self.produce = asyncio.create_task(self.manager.produce_loop(4))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.manager.shutdown()
+        if isinstance(self.manager, DisaggregatedAgentLoopManager):
+            with suppress(StorageUnavailable):
+                await self.produce
+
+    def batch(self, step: int) -> BatchRequest:
+        if isinstance(self.manager, AgentLoopManager):
+            return self.manager.produce_batch(4, step, model_step=step - 1, timeout_s=1000)
+        if self.produce.done():
+            self.produce.exception()
+            self.produce = asyncio.create_task(self.manager.produce_loop(4))
+        return self.manager.get_batch(4, step, timeout_s=1000)
+
+    def cut(self) -> None:
+        self.storage.since = now()
+
+    async def restore(self) -> None:
+        await asyncio.sleep(100)
+        self.storage.since = math.inf
+
+    async def trains_in_an_outage(self, error: Exception | None = None) -> set[int | None]:
+        """Train step 1, which may raise, while the storage goes away; the groups."""
+        trained: set[int | None] = set()
+        with suppress(StorageUnavailable):
+            async with self.batch(1) as batch:
+                trained = {group[0].group_id for group in batch.groups}
+                self.cut()
+                if error is not None:
+                    raise error
+            raise AssertionError("the storage was away, and nobody heard of it")
+        return trained
+
+    async def ledger(self) -> dict[str, int]:
+        ledger = await self.buffer.ledger()
+        check_ledger(ledger)
+        return {place: n for place, n in ledger[TASK].items() if n}
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_batch_whose_acknowledgement_met_an_outage_is_acknowledged_before_the_next_one(colocated: bool) -> None:
+    async def main() -> None:
+        async with Trainer(colocated) as trainer:
+            trained = await trainer.trains_in_an_outage()
+            await trainer.restore()
+            assert trainer.manager.next_train_step == 1
+            async with trainer.batch(2) as batch:  # the buffer has room for one batch
+                assert not trained & {group[0].group_id for group in batch.groups}
+                assert trainer.manager.next_train_step == 2
+                assert await trainer.ledger() == {"issued": 8, "leased": 4, "trained": 4}
+
+    run(main)
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_step_that_was_acknowledged_late_is_not_handed_out_again(colocated: bool) -> None:
+    async def main() -> None:
+        async with Trainer(colocated) as trainer:
+            await trainer.trains_in_an_outage()
+            await trainer.restore()
+            with pytest.raises(InvalidInput, match="train step 1 was acknowledged already; the next one is 2"):
+                await trainer.batch(1)
+            assert (await trainer.ledger())["trained"] == 4
+
+    run(main)
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_batch_that_could_not_be_given_back_in_an_outage_is_handed_out_again(colocated: bool, awaited: bool) -> None:
+    async def main() -> None:
+        async with Trainer(colocated) as trainer:
+            if awaited:  # taken for good, but the acknowledgement fails, and nobody gets the groups
+                trainer.storage.away_when_settled = True
+                with pytest.raises(StorageUnavailable):
+                    await trainer.batch(1)
+            else:
+                await trainer.trains_in_an_outage(ValueError("training failed"))
+            trainer.storage.away_when_settled = False
+            await trainer.restore()
+            async with trainer.batch(1) as batch:
+                assert sorted(group[0].group_id or 0 for group in batch.groups) == [0, 1, 2, 3]
+            assert (await trainer.ledger())["trained"] == 4
+
+    run(main)
+
+
+def test_a_batch_that_was_not_settled_in_an_outage_is_settled_at_the_end() -> None:
+    async def main() -> None:
+        async with Trainer(colocated=True) as trainer:
+            await trainer.trains_in_an_outage()
+            await trainer.restore()
+        assert await trainer.ledger() == {"issued": 4, "trained": 4}
+
+    run(main)
+
+
+def test_a_claim_that_an_outage_interrupts_is_not_leased_forever() -> None:
+    async def main() -> None:
+        async with Trainer(colocated=True) as trainer:
+            hand_out, calls = trainer.buffer._outlet.hand_out, 0
+
+            async def interrupted(*args: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == 1:
+                    trainer.cut()
+                    raise StorageUnavailable("the database cannot be reached")
+                return await hand_out(*args)
+
+            trainer.buffer._outlet.hand_out = interrupted  # type: ignore[method-assign,assignment]
+            with pytest.raises(StorageUnavailable):
+                await trainer.batch(1)
+            await trainer.restore()
+            assert len((await trainer.batch(1)).groups) == 4
+            assert await trainer.ledger() == {"issued": 4, "trained": 4}
 
     run(main)

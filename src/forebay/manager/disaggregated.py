@@ -187,6 +187,7 @@ class DisaggregatedAgentLoopManager(Manager):
                 "batch size for both"
             )
         self._check_failure()
+        await self._settle_owed()
         await self._patiently(lambda: self._refuse_store_ahead(train_step, self.model_step))
         if train_step > max(self.bound, self.progress.next_consumer_step):
             # Nothing can be there for it, and steps before it are not done: for those nothing may become too old now.

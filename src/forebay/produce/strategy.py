@@ -31,7 +31,7 @@ from forebay.errors import (
     TooManyRejections,
     WaitTimeout,
 )
-from forebay.ledger import LedgerLine, Place
+from forebay.ledger import Place
 from forebay.produce.figures import Figures
 from forebay.produce.filters import Filter
 from forebay.produce.judge import GroupReward, Judge, SampleReward
@@ -177,8 +177,9 @@ class ProduceStrategy:
     ) -> Production:
         """Fill the buffer until a batch of COMPLETED groups is there for `train_step`.
 
-        `target`: how many groups of the task shall be available or trained in all (by default one batch more than
-        were taken so far). An exception or a cancel brings everything in flight back into the buffer first.
+        `target`: how many groups of the task shall be available or trained in all. By default one batch more than are
+        leased or trained, at any moment: a lease that is given back meanwhile counts as available. An exception or a
+        cancel brings everything in flight back into the buffer first.
         """
         whole_number("train_step", train_step, least=1)
         whole_number("model_step", model_step, least=0)
@@ -251,12 +252,10 @@ class ProduceStrategy:
         began, works, task_name = loop.time(), task.works, task.works.task_name
         pauses = works.pauses
         await works.bring_back()
-        line = await self._line(task)
+        await self._count_discarded(task)
         await self.replay_buffer.refresh_staleness(
             task_stale_thresholds={task_name: self.stale_threshold}, current_train_step=steps.train_step
         )
-        if target is None:
-            target = line.get("trained", 0) + line.get("leased", 0) + batch_size
         if task.told.get(agent_loop) != steps.model_step and not agent_loop.takes_weights_while_running:
             await agent_loop.weights_loaded(steps.model_step)
             task.told[agent_loop] = steps.model_step
@@ -275,22 +274,24 @@ class ProduceStrategy:
             while True:
                 self._check(works)
                 skip = works.exhausted and self.budgets.when_exhausted == "skip"
-                available = await self._available(task_name)
-                enough = not self._should_continue(available, target)
-                self.progress.update(task_name, available, target, works.in_flight, works.figures)
+                completed, taken = await self.replay_buffer.completed_and_taken(task_name)
+                # Asked for anew: what others hold now may come back to the buffer before the batch is there.
+                available, goal = completed + taken, taken + batch_size if target is None else target
+                enough = not self._should_continue(available, goal)
+                self.progress.update(task_name, available, goal, works.in_flight, works.figures)
                 if enough or skip or works.pausing or agent_loop.paused or stopped():  # another task may pause the loop
                     return Production(
                         task_name=task_name,
                         complete=enough,
                         exhausted=skip and not enough,
-                        target=target,
+                        target=goal,
                         available=available,
                         started=started,
                         tail=plan.tail,
                         seconds=loop.time() - began,
                     )
                 missing = to_start(
-                    target=target,
+                    target=goal,
                     available=available,
                     budget=plan.budget,
                     in_flight=works.relied_on,
@@ -310,7 +311,10 @@ class ProduceStrategy:
                         return None  # there is no room: wait for some
                 started += begun
 
-        what = f"task {task_name!r} to have {target} groups completed, leased or trained"
+        if target is None:
+            what = f"task {task_name!r} to have {batch_size} completed groups in the buffer"
+        else:
+            what = f"task {task_name!r} to have {target} groups completed, leased or trained"
         production = await self.replay_buffer.until(step, what, (task_name,))
         if production.exhausted:
             works.rejections_in_a_row = 0  # the next call tries again
@@ -318,21 +322,20 @@ class ProduceStrategy:
             if works.pausing:
                 await works.wait(self.timeouts.pause_timeout_s)  # whoever pauses brings them in
             await self._stop(task)
-        await self._line(task)
+        await self._count_discarded(task)
         log.info(
             "batch_produced task=%s complete=%s available=%d target=%d started=%d seconds=%.3f",
-            task_name, production.complete, production.available, target, started, production.seconds,
+            task_name, production.complete, production.available, production.target, started, production.seconds,
         )  # fmt: skip
         return production
 
-    async def _line(self, task: _Task) -> LedgerLine:
-        """The ledger of a task; what was discarded is counted there, whoever did it."""
+    async def _count_discarded(self, task: _Task) -> None:
+        """Read from the ledger of a task how many groups were discarded, whoever did it."""
         line = (await self.replay_buffer.ledger()).get(task.works.task_name, {})
         discarded = line.get("discarded", 0)
         if task.discarded is None:
             task.discarded = discarded
         task.works.figures.discarded = discarded - task.discarded
-        return line
 
     async def _resume(self, task: _Task, agent_loop: AgentLoop) -> None:
         """Let go on what this task paused, and the loop that it is to use now, whoever paused that."""
@@ -427,10 +430,6 @@ class ProduceStrategy:
             some = sorted(works.stragglers)[:1000]
             there = await self.replay_buffer.query(query | {"group_id": {"$in": some}})
             works.stragglers -= {*some} - {record.group_id for record in there if record.status in _WAITING}
-
-    async def _available(self, task_name: str) -> int:
-        """A: buffered COMPLETED + leased + trained, as of one moment."""
-        return await self.replay_buffer.produced(task_name)
 
     def _should_continue(self, available: int, target: int) -> bool:
         if self.should_continue_fn is not None:

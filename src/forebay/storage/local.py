@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from forebay.capacity import check_room, note_size, reservation, response_size
+from forebay.capacity import check_room, note_size, reservations, response_size
 from forebay.errors import CursorMoved, DuplicateGroup, LostLease
 from forebay.ledger import Account, End, Event, Place, Watermark, arrival_event, check_move, rewound_watermark
 from forebay.policy import CHOICE_ROWS, checked_choice
@@ -68,7 +68,7 @@ class LocalStorage(LocalEnds):
                     f"group {group_id} of task {task_name!r} is to be drawn, but was put by hand; groups that are "
                     "put by hand beside a sampler must have no group_id, or a negative one"
                 )
-        reserved = [reservation(content.facts, account.sizes, self._settings) for content in contents]
+        reserved = self._reservations(contents, account)
         self._check_room(len(contents), sum(reserved))
         account = self._account(task_name)
         records = []
@@ -416,6 +416,13 @@ class LocalStorage(LocalEnds):
         self._saved_step = model_step
         await self._finish(rewound)
         return rewound
+
+    def _reservations(self, contents: Sequence[Content], account: Account) -> list[int]:
+        if self._settings.max_bytes is None:
+            return [0] * len(contents)
+        in_flight = sum(self._table.places(name, tokens=False).get(Place.IN_FLIGHT, 0) for name in self._accounts)
+        prompts = [content.facts for content in contents]
+        return reservations(prompts, account.sizes, self._settings, self._table.usage(), in_flight)
 
     def _check_room(self, groups: int, size: int) -> None:
         if self._settings.max_groups is not None or self._settings.max_bytes is not None:
