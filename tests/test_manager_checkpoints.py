@@ -700,7 +700,7 @@ def alter_the_manifest(directory: Path) -> None:
 
 def make_it_newer(directory: Path) -> None:
     path = directory / "manifest.json"
-    path.write_text(path.read_text().replace('"version":1', '"version":2'))
+    path.write_text(path.read_text().replace('"version":2', '"version":3'))
 
 
 def make_it_foreign(directory: Path) -> None:

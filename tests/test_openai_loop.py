@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -797,7 +798,7 @@ async def test_without_a_key_no_authorization_is_sent(loop: OpenAIAgentLoop, ser
 
 def test_certificates_are_verified_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(httpx.AsyncClient, "__init__", lambda self, **settings: asked.append(settings["verify"]))
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "__init__", lambda self, **settings: asked.append(settings["verify"]))
     for url in ("https://host/v1", "HTTPS://host/v1", "http://host/v1"):
         OpenAIAgentLoop(url, "policy")
     assert asked == [True, True, False]
@@ -934,3 +935,64 @@ async def test_a_continuation_has_a_seed_that_is_a_function_of_its_beginning(ser
     first, continued, whole = (request.body["seed"] for request in server.received)
     assert first == whole
     assert continued != first
+
+
+# --- names of hosts -----------------------------------------------------------------------------------
+
+
+async def test_g10_a_name_is_resolved_while_tools_fill_the_default_executor(server: CompletionServer) -> None:
+    released = threading.Event()
+    running = asyncio.get_running_loop()
+    hung = [running.run_in_executor(None, released.wait) for _ in range(40)]  # it has at most 32 threads
+    try:
+        server.url = f"http://localhost:{server.port}/v1"
+        async with loop_for(server, connect_timeout_s=HANG_S, down_timeout_s=HANG_S) as loop:
+            for _ in range(2):
+                assert holds(await answered(loop, sample()), ANSWER)
+        assert {request.headers["host"] for request in server.received} == {f"localhost:{server.port}"}
+    finally:
+        released.set()
+        await asyncio.gather(*hung)
+
+
+async def test_a_name_that_does_not_exist_is_an_engine_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*args: object, **settings: object) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nobody)
+    async with OpenAIAgentLoop("http://engine.invalid/v1", "policy", backoff_s=0.001, down_timeout_s=0.05) as loop:
+        with pytest.raises(EngineUnavailable, match=r"engine\.invalid cannot be resolved"):
+            await answered(loop, sample())
+
+
+async def test_all_addresses_of_a_name_are_tried(server: CompletionServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.2", 0))  # nobody listens there
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("127.0.0.2", "127.0.0.1")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **settings: found)
+        server.url = f"http://engine.invalid:{server.port}/v1"
+        async with loop_for(server, down_timeout_s=HANG_S) as loop:
+            assert holds(await answered(loop, sample()), ANSWER)
+
+
+class FailsOneProbe(CompletionServer):
+    """Ends its first answer early, and does not say which process it is when it is asked after that."""
+
+    probes = 0
+
+    async def control(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        self.probes += path == "/metrics"
+        if self.probes == 2:  # the first one confirmed the tokens
+            return 503, b""
+        return await super().control(method, path, body)
+
+
+async def test_an_abort_followed_by_a_failed_probe_is_an_outage_and_its_tokens_stay() -> None:
+    async with FailsOneProbe() as server:
+        server.scripts.append(Script(finish_reason="abort", extra_tokens=4 - BUDGET))
+        async with loop_for(server) as loop:
+            state = await answered(loop, sample())
+    assert server.probes > 2
+    assert holds(state, ANSWER)
+    assert state.status is Status.COMPLETED
+    assert [request.body["prompt"] for request in server.received] == [PROMPT, PROMPT + ANSWER[:4]]

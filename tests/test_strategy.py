@@ -845,6 +845,17 @@ async def test_twenty_failures_in_a_row_end_it_with_the_last_cause() -> None:
 
 
 @simulated
+async def test_the_error_of_many_failures_says_how_many_groups_ended() -> None:
+    producer = Producer(failing, members=1, max_tries=2, budgets=Budgets(max_consecutive_failures=6))
+    with pytest.raises(TooManyFailures) as caught:
+        await producer.produce(2)
+    ledger = await producer.ledger()
+    assert ledger["failed"] >= 2
+    said = f"Of these groups {ledger['failed']} spent their last try and ended as failed, "
+    assert f"{said}{ledger.get('buffered', 0)} are back in the buffer" in str(caught.value)
+
+
+@simulated
 async def test_a_success_starts_the_count_of_failures_again() -> None:
     calls = Counted()
 

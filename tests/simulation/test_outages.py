@@ -166,7 +166,7 @@ def test_siblings_of_a_member_that_hangs_keep_their_tokens_and_their_tries() -> 
             await asyncio.get_running_loop().create_future()
         tokens = list(state.response_ids or [])
         for token in range(len(tokens), 20):
-            await asyncio.sleep(100)
+            await asyncio.sleep(10 if state.rollout_id == 3 else 100)
             state.response_ids = [*(state.response_ids or []), token]
             state.logprobs = [-0.5] * len(state.response_ids)
         if state.rollout_id == 1:
@@ -176,16 +176,18 @@ def test_siblings_of_a_member_that_hangs_keep_their_tokens_and_their_tries() -> 
         state.finish_reason, state.status = "stop", Status.COMPLETED
 
     async def main() -> None:
-        buffer = ReplayBuffer()
+        buffer = ReplayBuffer(max_groups=1)  # so that no other group completes the batch
         strategy = AsyncProduceStrategy(buffer, enable_partial_rollout=True, max_staleness=1, progress=NoProgress())
-        sampler = Sampler([{"prompt": "q"}], prompt_repeat_k=3)
+        sampler = Sampler([{"prompt": "q"}], prompt_repeat_k=4)
         await strategy.produce_batch(FunctionAgentLoop(some), sampler, 1, TASK, train_step=1, model_step=0)
         await strategy.pause()
         async with buffer.lease_batch({TASK: 1}, train_step=1) as lease:
             (group,) = lease.groups
-        # 18 tokens came within half an hour, and two more when they were continued: 2,000 s, not 3,600.
-        assert [list(state.response_ids or []) for state in group] == [list(range(20))] * 3
-        assert group[0].num_tries == 1
+        assert {state.group_id for state in group} == {0}
+        # 18 tokens came within half an hour, and two more when they were continued.
+        assert [list(state.response_ids or []) for state in group] == [list(range(20))] * 4
+        # The last one had finished before the timeout. The first one hung, and then took longer than the timeout.
+        assert [state.num_tries for state in group] == [2, 1, 1, 0]
 
     run(main)
 

@@ -51,6 +51,7 @@ from forebay.agent_loop.completion import (
     read_piece,
 )
 from forebay.agent_loop.gate import Engine, ServerGate, Unreachable
+from forebay.agent_loop.names import NamedHosts
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.agent_loop.server import authorization, checked_url, fetch, same_server, until_idle
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
@@ -92,7 +93,9 @@ class OpenAIAgentLoop(AgentLoop):
       Without one the loop finds out by itself, from what the server publishes.
     - `trust_restarts`: the server loads the current weights by itself whenever it starts.
     - `client`: your own (for a proxy, or certificates), which stays yours to close. Build it with
-      `limits=httpx.Limits(max_connections=None)`: see the comment where we build ours.
+      `limits=httpx.Limits(max_connections=None)`: see the comment where we build ours. It resolves names in asyncio's
+      default executor: if your tools fill that, give it `transport=forebay.agent_loop.names.NamedHosts(...)`, or an
+      address as `base_url`.
 
         async with OpenAIAgentLoop(url, "policy", sample_params=SampleParams(max_tokens=1024)) as loop:
             group = await loop.generate_group(group)
@@ -166,8 +169,13 @@ class OpenAIAgentLoop(AgentLoop):
         # a request that was cancelled while connecting (encode/httpcore#1099), so pauses would end in a standstill.
         self._client = client or httpx.AsyncClient(
             trust_env=False,
-            verify=self.url.startswith("https:"),  # plain HTTP, without redirects, needs no certificates loaded
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency),
+            transport=NamedHosts(
+                httpx.AsyncHTTPTransport(
+                    trust_env=False,
+                    verify=self.url.startswith("https:"),  # plain HTTP, without redirects, needs no certificates loaded
+                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency),
+                )
+            ),
         )
 
     def __repr__(self) -> str:

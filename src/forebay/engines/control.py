@@ -29,6 +29,7 @@ import httpx
 import msgspec
 
 from forebay.agent_loop.gate import EngineGone, Process, ServerGate, Unreachable, is_step
+from forebay.agent_loop.names import NamedHosts
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.agent_loop.server import authorization, checked_url, fetch, is_refused
 from forebay.checks import whole_number
@@ -370,7 +371,8 @@ class EngineControl(ABC):
 
     def _client(self) -> httpx.AsyncClient:
         # Fresh for every call: vLLM closes a connection after an error without saying so.
-        return httpx.AsyncClient(trust_env=False, verify=self._tls, headers=self._headers)
+        transport = NamedHosts(httpx.AsyncHTTPTransport(trust_env=False, verify=self._tls))
+        return httpx.AsyncClient(trust_env=False, transport=transport, headers=self._headers)
 
     async def _get(self, path: str) -> bytes | None:
         async with self._client() as client:
