@@ -609,6 +609,40 @@ async def test_a_cancelled_loop_that_does_not_end_cannot_change_what_is_stored()
     assert [state.num_tries for state in group] == [0, 0, 0]
 
 
+class LeavesItsTool(AgentLoop):
+    """Returns ABORTED in a pause although its tool, which has the sample, still runs."""
+
+    async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
+        state.response_ids, state.loop_state = [0, 1], {"calls": 1}
+        self.tool = asyncio.create_task(self.call_tool(state))
+        await self.until_paused()
+        state.status = Status.ABORTED
+        return state
+
+    async def call_tool(self, state: RolloutState) -> None:
+        await asyncio.sleep(100)
+        assert isinstance(state.response_ids, list)
+        assert state.loop_state is not None
+        state.response_ids.append(666)
+        state.message.append({"role": "tool", "content": "late"})
+        state.loop_state["calls"] = 2
+        state.finish_reason = "stop"
+
+
+@simulated
+async def test_a_tool_that_outlives_its_attempt_cannot_change_what_is_stored() -> None:
+    loop = LeavesItsTool()
+    producer = running_ahead(loop, enable_partial_rollout=True, members=1)
+    producing = asyncio.create_task(producer.produce(1))
+    await asyncio.sleep(1)
+    await producer.strategy.pause()
+    await producing
+    await loop.tool
+    (state,) = await producer.only(Status.ABORTED)
+    assert (state.response_ids, state.loop_state, len(state.message)) == ([0, 1], {"calls": 1}, 1)
+    assert state.finish_reason is None
+
+
 @simulated
 async def test_a_result_that_arrives_after_the_group_was_taken_away_changes_nothing() -> None:
     producer = Producer(after(10), members=1)

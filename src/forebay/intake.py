@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forebay.checks import check_group
+from forebay.checks import check_group, plain_columns
 from forebay.errors import InvalidGroup, InvalidInput, UnsupportedPayload
 from forebay.issued import settle_changes
-from forebay.record import Tags, describe
+from forebay.record import Facts, Tags, describe
 from forebay.rollout import (
     Group,
     RolloutState,
@@ -98,11 +98,20 @@ def content_of(group: Group, tags: Tags | None, priority: float | None, task_nam
         raise InvalidInput(f"priority is {priority!r:.80}; expected a finite number")
     freeze_arrays(group)
     try:
-        facts = describe(group)
+        facts = _described(group)
     except UnsupportedPayload as error:
         name = f"group {group[0].group_id} of task {task_name or group[0].task_name!r}"
         raise UnsupportedPayload(f"{name}: {_with_path(group, error)}") from None
     return Content(group, facts, tags, priority)
+
+
+def _described(group: Group) -> Facts:
+    try:
+        return describe(group)
+    except UnsupportedPayload:
+        if not plain_columns(group):
+            raise
+    return describe(group)
 
 
 def _with_path(group: Group, error: UnsupportedPayload) -> UnsupportedPayload:

@@ -206,6 +206,10 @@ class AgentLoop(ABC):
             self._outage = Outage(repr(self)[:200], self.down_timeout_s)
         return self._outage
 
+    def explain_wait(self) -> str | None:
+        """What the engine is waited for at the moment, for people; None if it is not."""
+        return None if self._outage is None else self._outage.describe()
+
     def outage_s(self) -> float:
         """How long the engine was away so far, in all; this time counts for no timeout."""
         return 0.0 if self._outage is None else self._outage.seconds()

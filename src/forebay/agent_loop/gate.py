@@ -68,6 +68,9 @@ class Engine(Protocol):
     async def idle(self) -> None:
         """Wait until the server has stopped our requests."""
 
+    def explain_wait(self) -> str | None:
+        """What the control waits for at the moment, for people; None if for nothing."""
+
 
 class ServerGate:
     """Knows which process at `url` has the current weights. See the top of this file.

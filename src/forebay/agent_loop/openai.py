@@ -199,6 +199,11 @@ class OpenAIAgentLoop(AgentLoop):
         else:
             await until_idle(self._fetch, self._root)
 
+    def explain_wait(self) -> str | None:
+        """What the server is waited for, by requests or by an update of its weights."""
+        waits = (super().explain_wait(), None if self._engine is None else self._engine.explain_wait())
+        return "; ".join(filter(None, waits)) or None
+
     async def weights_loaded(self, model_step: int) -> None:
         """Note which process has the weights of this step. EngineError if the server cannot be asked."""
         await self._gate.weights_loaded(model_step)

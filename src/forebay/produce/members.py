@@ -149,7 +149,9 @@ def _answered(
         return [failed_member(prompt, failed.error_msg or f"the engine ended with {failed.finish_reason!r}")]
     if any(answer.status is Status.ABORTED for answer in answers):
         # Segments collapse to the one that was issued: half a trace cannot be continued.
-        return [_stopped(answers[0] if len(answers) == 1 else None, prompt, partial)]
+        # A tool that the loop left running may still change what it was given, so what there is now is copied.
+        kept = independent(answers[0].__copy__()) if partial and len(answers) == 1 else None
+        return [_stopped(kept, prompt, partial)]
     return list(answers)
 
 

@@ -602,7 +602,8 @@ class ProduceStrategy:
                 f"  {name}: {len(stages)} groups, the oldest (group {oldest.group_id}, attempt {oldest.attempt}) for "
                 f"{now - oldest.since:.1f} s{note}"
             )
-        lines += [f"  {outage}" for loop in task.works.agent_loops if (outage := loop.outage.describe()) is not None]
+        loops = dict.fromkeys((*task.works.agent_loops, *task.told))  # of a paused task nothing runs
+        lines += [f"  {waits}" for loop in loops if (waits := loop.explain_wait()) is not None]
         lines += [f"  {line}" for line in full_pools((DATA, self.judge.pool))]
         return lines
 
