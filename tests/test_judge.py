@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -202,7 +203,6 @@ async def soon(value: Any) -> Any:
         (np.bool_(False), {"score": 0.0}),
         ({"score": 0.5, "format": "ok"}, {"score": 0.5, "format": "ok"}),
         ({"format": "ok"}, {"format": "ok"}),
-        (None, None),
     ],
 )
 def test_what_a_reward_may_be(value: Any, reward: Any, wrap: Callable[[Any], Any]) -> None:
@@ -226,6 +226,51 @@ def test_what_a_reward_may_not_be_costs_a_try_and_no_work(value: Any) -> None:
         assert rewards(group) == [None, None]
         assert [state.response for state in group] == ["391", "391"]
         assert all(state.error_msg for state in group)
+
+
+def test_a_reward_may_be_set_by_the_function_itself() -> None:
+    def sets(state: RolloutState) -> None:
+        state.reward = {"score": 0.5}
+
+    def sets_all(members: list[RolloutState]) -> list[None]:
+        for state in members:
+            sets(state)
+        return [None] * len(members)
+
+    def sets_all_and_returns_nothing(members: list[RolloutState]) -> None:
+        sets_all(members)
+
+    for functions in (
+        {"reward_fn": sets},
+        {"group_reward_fn": sets_all},
+        {"group_reward_fn": sets_all_and_returns_nothing},
+    ):
+        group = finished()
+        assert judged(group, **functions) is None
+        assert rewards(group) == [{"score": 0.5}] * 2
+
+
+def test_a_reward_that_was_neither_returned_nor_set_is_an_error_that_names_function_and_sample() -> None:
+    def score(state: RolloutState) -> float | None:
+        return 1.0 if state.rollout_id == 0 else None
+
+    group = finished()
+    problem = judged(group, reward_fn=score)
+    assert problem is not None
+    assert re.search(r"score returned None for rollout 1 of group None, and `reward` is not set", problem)
+    assert rewards(group) == [{"score": 1.0}, None]
+    assert statuses(group) == [Status.COMPLETED, Status.ABORTED]
+
+    def score_all(members: list[RolloutState]) -> list[float | None]:
+        return [1.0, None]
+
+    for function in (score_all, lambda members: None):
+        group = finished()
+        problem = judged(group, group_reward_fn=function)
+        assert problem is not None
+        assert re.search(r"(score_all|<lambda>) returned None for rollout [01] of group None", problem)
+        assert rewards(group) == [None, None]
+        assert statuses(group) == [Status.ABORTED] * 2
 
 
 def test_a_reward_function_that_returns_its_samples_is_told_what_to_return() -> None:

@@ -284,6 +284,23 @@ async def test_a_cumulative_target_may_be_given() -> None:
 
 
 @simulated
+async def test_a_group_that_comes_back_while_the_counts_are_read_is_not_replaced() -> None:
+    class Slow(ReplayBuffer):
+        async def completed_and_taken(self, task_name: str) -> tuple[int, int]:
+            counts = await super().completed_and_taken(task_name)
+            await asyncio.sleep(0.4)  # as over a network
+            return counts
+
+    async def staggered(state: RolloutState) -> None:
+        await asyncio.sleep(1 + 0.3 * (state.group_id or 0))
+        answer(state)
+
+    producer = Producer(staggered, buffer=Slow())
+    production = await producer.produce(4)
+    assert (production.available, production.started) == (4, 4)
+
+
+@simulated
 async def test_a_rejected_lease_makes_room_for_another_group() -> None:
     producer = Producer(after(10))
     await producer.produce(1)

@@ -185,7 +185,7 @@ class StorageInUse(StorageError):
 
 
 class StorageVanished(StorageError):
-    """Files of an open store were deleted, moved or replaced. Nothing was written; what was added is in memory."""
+    """Files of an open store were deleted, moved or replaced. Nothing was written; trajectories are still in memory."""
 
 
 class StorageUnavailable(StorageError):

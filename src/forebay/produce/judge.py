@@ -122,7 +122,7 @@ class Judge:
             try:
                 if isinstance(result, Exception):
                     raise result
-                state.reward = _as_reward(result)
+                state.reward = _reward_of(state, result, function)
                 group_reward((state,))
             except Exception as raised:
                 state.reward = None
@@ -130,17 +130,15 @@ class Judge:
         return failed
 
     async def _reward_group(self, reward: GroupReward, members: list[RolloutState]) -> None:
+        before = [state.reward for state in members]
         given = await self._result(reward, list(members))  # a list of its own: the group is not to lose members here
-        if given is None:
-            return
+        given = [None] * len(members) if given is None else given
         if len(given) != len(members):
             raise InvalidInput(
                 f"group_reward_fn gave {len(given)} rewards for {len(members)} members; the numbers must match"
             )
-        rewards = [_as_reward(score) for score in given]
-        before = [state.reward for state in members]
-        _give(members, rewards)
         try:
+            _give(members, [_reward_of(state, score, reward) for state, score in zip(members, given, strict=True)])
             group_reward(members)  # refuses scores that are no numbers
         except Exception:
             _give(members, before)  # the responses are kept, and could not be stored with these
@@ -283,9 +281,18 @@ def _give(members: Sequence[RolloutState], rewards: Sequence[dict[str, Any] | No
         state.reward = reward
 
 
-def _as_reward(score: Any) -> dict[str, Any] | None:
+def _reward_of(state: RolloutState, score: Any, function: Callable[..., Any]) -> dict[str, Any]:
+    """The reward that a function gave a sample: what it returned, or None if it, or the agent loop, set `reward`."""
+    score = state.reward if score is None else score
     if score is None:
-        return None
+        raise InvalidInput(
+            f"{getattr(function, '__qualname__', function)} returned None for rollout {state.rollout_id} of group "
+            f"{state.group_id}, and `reward` is not set; return its score, or set `reward`"
+        )
+    return _as_reward(score)
+
+
+def _as_reward(score: Any) -> dict[str, Any]:
     if isinstance(score, dict):
         return {name: value.item() if isinstance(value, np.generic) else value for name, value in score.items()}
     if isinstance(score, (bool, int, float, np.number, np.bool_)):

@@ -274,6 +274,7 @@ class ProduceStrategy:
             while True:
                 self._check(works)
                 skip = works.exhausted and self.budgets.when_exhausted == "skip"
+                flying = works.relied_on  # before it looks: what comes back meanwhile is in neither count afterwards
                 completed, taken = await self.replay_buffer.completed_and_taken(task_name)
                 # Asked for anew: what others hold now may come back to the buffer before the batch is there.
                 available, goal = completed + taken, taken + batch_size if target is None else target
@@ -294,7 +295,7 @@ class ProduceStrategy:
                     target=goal,
                     available=available,
                     budget=plan.budget,
-                    in_flight=works.relied_on,
+                    in_flight=flying,
                     accepted=works.accepted,
                     spare=spare,
                 )
