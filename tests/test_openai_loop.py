@@ -697,6 +697,13 @@ async def test_trouble_that_stays_is_an_error_at_once(server: CompletionServer, 
     assert len(server.received) == 1
 
 
+async def test_a_base_url_without_v1_that_is_not_found_is_named(server: CompletionServer) -> None:
+    params = SampleParams(max_tokens=BUDGET)
+    async with OpenAIAgentLoop(server.url.removesuffix("/v1"), "policy", sample_params=params) as loop:
+        with pytest.raises(EngineError, match=r"status 404.*; base_url usually ends in /v1"):
+            await answered(loop, sample())
+
+
 async def test_what_is_too_large_is_refused_before_it_is_kept(server: CompletionServer) -> None:
     stream = (("Content-Type", "text/event-stream"),)
     server.scripts.append(Script(body=b"data: " + b"x" * 500_000, headers=stream))

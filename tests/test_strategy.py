@@ -759,6 +759,8 @@ def test_partial_rollout_that_would_throw_every_continued_token_away_is_refused(
     ("settings", "message"),
     [
         ({"over_sample_threshold": -0.1}, "over_sample_threshold"),
+        ({"timeouts": {"member_timeout_s": 5}}, r"timeouts is .*; expected forebay\.Timeouts"),
+        ({"budgets": {"max_consecutive_failures": 5}}, r"budgets is .*; expected forebay\.Budgets"),
         ({"over_sample_threshold": float("nan")}, "over_sample_threshold"),
         ({"over_sample_threshold": float("inf")}, "over_sample_threshold"),
         ({"over_sample_threshold": True}, "over_sample_threshold"),

@@ -400,7 +400,9 @@ class OpenAIAgentLoop(AgentLoop):
         text = self._without_key(said.decode("utf-8", "replace"))
         detail = f": {text[:_QUOTED]}" if text.strip() else ""
         if response.status_code not in TRANSIENT_STATUSES:
-            return WrongAnswer(f"status {response.status_code}{detail}")
+            missing = response.status_code == 404 and not self.url.endswith("/v1/completions")
+            hint = "; base_url usually ends in /v1" if missing else ""
+            return WrongAnswer(f"status {response.status_code}{detail}{hint}")
         if response.status_code in _GATEWAY_STATUSES:
             self._gate.lost_connection()
         wait = re.fullmatch(r"\d{1,9}(\.\d{1,9})?", response.headers.get("retry-after", "").strip())

@@ -37,7 +37,7 @@ from forebay.produce.filters import Filter
 from forebay.produce.judge import GroupReward, Judge, SampleReward
 from forebay.produce.progress import Progress, default_progress
 from forebay.produce.rules import Plan, make_plan, over_issue, to_start, waiting_again
-from forebay.produce.settings import Budgets, Timeouts
+from forebay.produce.settings import Budgets, Timeouts, checked_budgets, checked_timeouts
 from forebay.produce.work import STAGES, Stage, Steps, Works, look_at
 from forebay.report import full_pools
 from forebay.rollout import Status
@@ -134,8 +134,8 @@ class ProduceStrategy:
         if should_continue_fn is not None and not callable(should_continue_fn):
             raise InvalidConfig(f"should_continue_fn is {should_continue_fn!r:.80}; expected a function of (A, T)")
         self.should_continue_fn = should_continue_fn
-        self.timeouts = Timeouts() if timeouts is None else timeouts
-        self.budgets = Budgets() if budgets is None else budgets
+        self.timeouts = checked_timeouts(timeouts)
+        self.budgets = checked_budgets(budgets)
         self.progress = default_progress() if progress is None else progress
         filters = () if is_valid_sample_fn is None else is_valid_sample_fn
         self.judge = Judge(
