@@ -657,8 +657,8 @@ async def test_a_judge_that_hangs_is_given_up_like_a_loop_that_does() -> None:
     calls = Counted()
     producer = Producer(calls, members=1, reward_fn=hanging, timeouts=Timeouts(judge_give_up_s=60))
     production = await producer.produce(1)
-    assert production.seconds == 60
-    assert len(calls.samples) == 1
+    assert production.seconds == 60.5  # it rests, and another prompt is started meanwhile
+    assert calls.rollout_ids == [0, 1]
     assert [state.num_tries for state in await producer.only(Status.COMPLETED)] == [1]
     assert producer.strategy.figures(TASK).failures == 1
 
@@ -679,7 +679,7 @@ async def test_a_judge_that_ignores_the_cancel_cannot_change_what_is_stored() ->
         return 0.9
 
     producer = Producer(members=1, reward_fn=stubborn, timeouts=Timeouts(judge_give_up_s=60, cancel_timeout_s=3))
-    assert (await producer.produce(1)).seconds == 63
+    assert (await producer.produce(1)).seconds == 63.5
     await asyncio.sleep(1_000_000)
     (state,) = await producer.only(Status.COMPLETED)
     assert (state.reward, state.response_ids, state.extra_fields.get("zombie")) == ({"score": 0.5}, [0, 1, 2], None)

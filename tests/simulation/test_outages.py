@@ -277,6 +277,26 @@ def test_a_reward_that_stays_away_is_given_up_over_all_attempts_when_pauses_come
     run(main)
 
 
+@pytest.mark.parametrize("over", [0.0, 0.5])
+@pytest.mark.parametrize("hung", [0, 20])
+def test_a_reward_that_hangs_costs_judge_give_up_s_once(hung: int, over: float) -> None:
+    async def main() -> None:
+        async def reward(state: RolloutState) -> float:
+            if state.rollout_id == MEMBERS * hung:
+                await asyncio.get_running_loop().create_future()
+            return 1.0
+
+        usual, _ = await seconds_of(FunctionAgentLoop(one_hangs(None)), over)
+        began = now()
+        plane = Plane(FunctionAgentLoop(one_hangs(None)), over_sample_threshold=over, reward_fn=reward)
+        await plane.train(12)
+        seconds, give_up_s = plane.step_times[-1] - began, Timeouts().judge_give_up_s
+        assert seconds <= usual + (give_up_s if over == 0 else 0) + 60  # pauses wait for judging, a little
+        assert hung not in {group[0].group_id for group in plane.trained}
+
+    run(main)
+
+
 @pytest.mark.parametrize("limit", [1, 5])
 def test_reward_concurrency_bounds_the_calls_at_a_time(limit: int) -> None:
     async def main() -> None:

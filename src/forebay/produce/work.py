@@ -547,6 +547,8 @@ class Works:
         members[:] = [independent(state.__copy__()) for state in members]  # a thread may still change the others
         if cancelled is not None or (hurried and not in_time):
             return None, cancelled
+        if not in_time:
+            self._cut_short(group_id)  # no batch waits for its next try
         error = "judging cancelled itself" if in_time else f"not judged within {self._timeouts.judge_give_up_s:g} s"
         return Judged(error, rewarded=self._judge.reward_fn is None), None
 
