@@ -18,6 +18,7 @@ from forebay.agent_loop.base import failed_member
 from forebay.checks import check_group
 from forebay.errors import InvalidGroup, InvalidInput
 from forebay.issued import is_as_issued
+from forebay.produce.contents import check_contents
 from forebay.prompts import independent
 from forebay.rollout import (
     PROMPT_FIELDS,
@@ -106,18 +107,20 @@ def collect(
     partial: bool,
     missing: str | None = None,
     stopped: bool = False,
+    model_step: int | None = None,
 ) -> list[RolloutState]:
     """The members after an attempt, each COMPLETED, ABORTED, FILTERED or FAILED with its error.
 
     `missing`: why there is no answer for members that were not returned or have no status; None is the agent loop's
     own fault. `stopped`: the attempt was stopped from outside, which is nobody's fault: those are ABORTED as they were.
+    `model_step`: that of the weights of the engine, if it is known.
     """
     answers: dict[int | None, list[RolloutState]] = {}
     for state in returned if isinstance(returned, (list, tuple)) else ():
         if isinstance(state, RolloutState) and isinstance(state.rollout_id, (int, np.integer)):
             answers.setdefault(int(state.rollout_id), []).append(state)
     members: list[RolloutState] = []
-    sound = _is_sound([state for states in answers.values() for state in states], issued[0])
+    sound = _is_sound([state for states in answers.values() for state in states], issued[0], model_step)
     for prompts in _rollouts(issued):
         given = answers.get(prompts[0].rollout_id, ())
         if all(prompt.status is Status.COMPLETED for prompt in prompts):
@@ -125,14 +128,19 @@ def collect(
         elif stopped and not given:
             members.append(_stopped(prompts[0].__copy__(), prompts[0], partial))
         else:
-            members += _answered(prompts[0], given, partial, missing, sound)
+            members += _answered(prompts[0], given, partial, missing, sound, model_step)
     return members
 
 
 def _answered(
-    prompt: RolloutState, answers: Sequence[RolloutState], partial: bool, missing: str | None, sound: bool
+    prompt: RolloutState,
+    answers: Sequence[RolloutState],
+    partial: bool,
+    missing: str | None,
+    sound: bool,
+    model_step: int | None,
 ) -> list[RolloutState]:
-    problem = None if sound and answers else _problem(prompt, answers)
+    problem = None if sound and answers else _problem(prompt, answers, model_step)
     if problem is None and any(answer.status is Status.INIT for answer in answers):
         problem = missing or "the agent loop returned it without a status"
     if problem is not None:
@@ -181,12 +189,12 @@ def _continues(answer: RolloutState, prompt: RolloutState) -> bool:
     return before is not None and after is not None and list(after[: len(before)]) == list(before)
 
 
-def _is_sound(answers: Sequence[RolloutState], prompt: RolloutState) -> bool:
+def _is_sound(answers: Sequence[RolloutState], prompt: RolloutState, model_step: int | None) -> bool:
     """Whether nothing is wrong with any answer, looked at together: that is cheaper, and nearly always so."""
-    return bool(answers) and _problem(prompt, answers) is None
+    return bool(answers) and _problem(prompt, answers, model_step) is None
 
 
-def _problem(prompt: RolloutState, answers: Sequence[RolloutState]) -> str | None:
+def _problem(prompt: RolloutState, answers: Sequence[RolloutState], model_step: int | None) -> str | None:
     """What is wrong with the answers to one member, or None."""
     if not answers:
         return "the agent loop did not return it"
@@ -204,6 +212,7 @@ def _problem(prompt: RolloutState, answers: Sequence[RolloutState]) -> str | Non
             if answer.reward is not None:
                 group_reward((answer,))
         check_group(answers, prompt.task_name or "")
+        check_contents(answers, model_step)
     except (InvalidGroup, TypeError, ValueError, AttributeError) as error:
         return str(error)
     return None

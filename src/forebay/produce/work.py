@@ -294,7 +294,7 @@ class Works:
                 members, error = self._what_there_is(issued, working), None
             else:
                 stage.name, stage.since = "generating", clock()
-                members, error, cancelled = await self._generate(issued, working, agent_loop)
+                members, error, cancelled = await self._generate(issued, working, agent_loop, steps)
                 seconds = None if members is issued else clock() - stage.since
                 tokens = new_tokens(members, issued)
             if cancelled is not None or not rested:
@@ -364,7 +364,7 @@ class Works:
         self._suspects[group_id] = times, asyncio.get_running_loop().time() + backoff_s(times)
 
     async def _generate(
-        self, issued: list[RolloutState], working: list[RolloutState], agent_loop: AgentLoop
+        self, issued: list[RolloutState], working: list[RolloutState], agent_loop: AgentLoop, steps: Steps
     ) -> tuple[list[RolloutState], str | None, asyncio.CancelledError | None]:
         """The members as they came back, an error that cost a try, and a cancel meanwhile."""
         if all(state.status is Status.COMPLETED for state in issued):
@@ -411,7 +411,8 @@ class Works:
         if missing is not None:
             returned = self._finished(returned)
         partial = self._partial or agent_loop.outage.away
-        members = collect(issued, returned, partial=partial, missing=missing)
+        latest = None if agent_loop.takes_weights_while_running else steps.model_step
+        members = collect(issued, returned, partial=partial, missing=missing, model_step=latest)
         asked = pauses != (self.pauses, agent_loop.pauses) or self.pausing or agent_loop.paused
         excused = asked or agent_loop.excuses(issued)
         aborted = None if excused else "the agent loop ended it early (ABORTED) although nobody asked for that"
