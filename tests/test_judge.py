@@ -18,6 +18,7 @@ from forebay import (
     FunctionAgentLoop,
     InvalidConfig,
     ReplayBuffer,
+    RewardUnavailable,
     RolloutState,
     Status,
     Timeouts,
@@ -487,7 +488,7 @@ async def test_a_reward_that_raises_keeps_the_response_and_is_only_asked_again()
 
 
 @pytest.mark.parametrize("part", ["reward_fn", "group_reward_fn", "is_valid_sample_fn"])
-def test_a_judge_that_always_raises_fails_the_group_after_its_tries(part: str) -> None:
+def test_a_judge_that_raises_for_all_groups_ends_producing(part: str) -> None:
     @simulated
     async def main() -> None:
         calls, asked = Counted(), 0
@@ -499,13 +500,13 @@ def test_a_judge_that_always_raises_fails_the_group_after_its_tries(part: str) -
 
         functions: dict[str, Any] = {part: broken}
         producer = Producer(calls, members=1, max_tries=3, **functions)
-        with pytest.raises(TooManyFailures, match="no gold answer"):
+        with pytest.raises(RewardUnavailable, match="no gold answer"):
             await producer.produce(1)
-        ledger = await producer.ledger()
-        assert ledger["failed"] == 20 // 3
-        assert asked > 20 * 20  # again and again for ten minutes before each try
-        assert now() >= 20 * 570
-        assert len(calls.samples) == 20 // 3 + 1  # judged three times, generated once
+        # The first one, alone, may have been the cause itself.
+        assert await producer.ledger() == {"issued": 2, "failed": 1, "buffered": 1}
+        assert asked > 4 * 20  # again and again for ten minutes before each try
+        assert now() >= 4 * 570
+        assert len(calls.samples) == 2  # judged three times, generated once
         (reason,) = (await producer.buffer.reasons())[TASK]
         assert "no gold answer" in reason
         await producer.check_idle()

@@ -41,13 +41,14 @@ class Judged(NamedTuple):
     """How judging went. `error`: what raised, or was wrong with a score or verdict.
 
     `passing`: it may be an outage, so judging can be repeated. `rewarded`: the rewards were given, and something behind
-    them failed. `rejected`: the reason of a filter.
+    them failed. `rejected`: the reason of a filter. `hung`: it did not end in time.
     """
 
     error: str | None = None
     passing: bool = False
     rewarded: bool = False
     rejected: str | None = None
+    hung: bool = False
 
 
 class Judge:

@@ -27,6 +27,7 @@ from forebay.errors import (
     EngineUnavailable,
     InvalidConfig,
     InvalidInput,
+    RewardUnavailable,
     TooManyFailures,
     TooManyRejections,
     WaitTimeout,
@@ -231,6 +232,8 @@ class ProduceStrategy:
         except BaseException as error:
             await self._stop(task)
             task.works.broken = None  # of those that were stopped: the first error is the one to hear of
+            if isinstance(error, RewardUnavailable):
+                task.works.forget_outage()
             if isinstance(error, EngineUnavailable):
                 task.told.clear()  # producing again says that the weights were pushed again
             raise

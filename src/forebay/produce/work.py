@@ -21,7 +21,7 @@ import msgspec
 
 from forebay.agent_loop.base import AgentLoop
 from forebay.buffer import ReplayBuffer
-from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, InvalidInput, LostLease
+from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, InvalidInput, LostLease, RewardUnavailable
 from forebay.produce.figures import Figures, Outcome
 from forebay.produce.judge import Judge, Judged, fail_judging, set_aside
 from forebay.produce.members import (
@@ -123,6 +123,8 @@ class Works:
         self._stages: dict[asyncio.Task[None], Stage] = {}
         self._suspects: dict[int, tuple[int, float]] = {}  # times cut short in a row; rests until
         self._judging_failed: float | None = None  # since when rewards or filters raise
+        self._not_judged: set[int] = set()  # groups for which they did since then
+        self._judged_at = 0.0  # when judging worked last
         self._aside: dict[int, tuple[float, int]] = {}  # how long groups were judged, and how often set aside
         self._overran: set[int] = set()  # groups that a pause had to cancel, and that are not counted yet
         self._overrun_pause = 0  # the last pause of which that was counted
@@ -491,12 +493,12 @@ class Works:
         """Reward and filter; how it went, the error if it cost a try, and a cancel meanwhile.
 
         While rewards or filters raise they are called again, with growing delays, and nothing is spent before
-        `judge_give_up_s`. In a pause there is little time.
+        `judge_give_up_s`; nor then, if they fail for all groups: that ends producing. In a pause there is little time.
         """
         if self._judge.idle or not any(state.status is Status.COMPLETED for state in members):
             return Judged(), None, None
         clock = asyncio.get_running_loop().time
-        began, times = clock(), 0
+        began, times, failing_since = clock(), 0, None
         # Over all attempts: a pause must not begin the time of a reward that hangs again.
         before_s, aside = self._aside.pop(stage.group_id, (0.0, 0))
         deadline = began + self._timeouts.judge_give_up_s - before_s
@@ -513,7 +515,15 @@ class Works:
                 return judged, None, cancelled
             times += 1
             delay_s = backoff_s(times)
+            failing_since = clock() if failing_since is None else failing_since
+            away_since = self._away_since(stage, judged, began if judged.hung else failing_since)
+            if away_since is not None and judged.passing:
+                deadline = max(deadline, away_since + self._timeouts.judge_give_up_s)
             if not judged.passing or clock() + delay_s >= deadline - RESOLUTION_S:
+                if away_since is not None:
+                    set_aside(members)
+                    self._break(away_since, judged)
+                    return Judged(), None, cancelled
                 return judged, fail_judging(members, judged, self._max_tries), cancelled
             stage.note = f"repeated after {judged.error}"
             try:
@@ -551,7 +561,7 @@ class Works:
         if not in_time:
             self._cut_short(group_id)  # no batch waits for its next try
         error = "judging cancelled itself" if in_time else f"not judged within {self._timeouts.judge_give_up_s:g} s"
-        return Judged(error, rewarded=self._judge.reward_fn is None), None
+        return Judged(error, rewarded=self._judge.reward_fn is None, hung=not in_time), None
 
     def _note_outage(self, stage: Stage, judged: Judged) -> None:
         """One line when judging begins to fail, and one when it works again."""
@@ -561,12 +571,48 @@ class Works:
                 seconds = now - self._judging_failed
                 log.warning("judging_works_again task=%s seconds=%.1f", self.task_name, seconds)
             self._judging_failed = None
-        elif self._judging_failed is None and judged.passing:
-            self._judging_failed = now
+            self._not_judged.clear()
+            self._judged_at = now
+            return
+        if not judged.passing and not judged.hung:
+            return
+        self._not_judged.add(stage.group_id)
+        if self._judging_failed is None:
+            self._judging_failed = max(stage.since, self._judged_at) if judged.hung else now
             log.warning(
                 "judging_failed task=%s group=%d error=%s: repeated, and nothing is spent, for judge_give_up_s=%g",
                 self.task_name, stage.group_id, judged.error, self._timeouts.judge_give_up_s,
             )  # fmt: skip
+
+    def _away_since(self, stage: Stage, judged: Judged, since: float) -> float | None:
+        """Since when judging fails for all groups, if it has worked for none since then, and fails for several."""
+        failed = self._judging_failed
+        if not (judged.passing or judged.hung) or failed is None or failed > since + RESOLUTION_S:
+            return None
+        others = self._not_judged - {stage.group_id}
+        if judged.hung:  # the others are not given up yet
+            began = asyncio.get_running_loop().time() - self._timeouts.judge_give_up_s / 2
+            others |= {other.group_id for other in self.stages if other.name == "judging" and other.since <= began}
+        return failed if others - {stage.group_id} else None
+
+    def _break(self, away_since: float, judged: Judged) -> None:
+        seconds = asyncio.get_running_loop().time() - away_since
+        self.broken = self.broken or RewardUnavailable(
+            f"judging groups of task {self.task_name!r} has failed for {seconds:.0f} s, and worked for none of them "
+            f"(judge_give_up_s={self._timeouts.judge_give_up_s:g}); the last error: {judged.error}. No try was spent, "
+            "and the responses are kept; produce again when the reward or filter works"
+        )
+
+    def forget_outage(self) -> None:
+        """Producing ended because of an outage of the reward: the next call gives it its full time again.
+
+        No batch relies on groups that it failed for: should they be the cause, other prompts take their place.
+        """
+        for group_id in self._not_judged:
+            self._cut_short(group_id)
+        self._not_judged.clear()
+        self._judging_failed = None
+        self._aside.clear()
 
     def _pause_future(self) -> asyncio.Future[None]:
         loop = asyncio.get_running_loop()
