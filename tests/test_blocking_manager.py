@@ -658,7 +658,7 @@ def test_closing_ends_a_get_batch_in_another_thread_and_later_calls_say_so(tmp_p
 def test_closing_ends_a_produce_batch_in_another_thread() -> None:
     with blocking.AgentLoopManager(colocated(never)) as manager, concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(manager.produce_batch(3, 1, model_step=0).take)
-        until(has_waiting(manager, "task 'math' to have 3 groups"))
+        until(has_waiting(manager, "task 'math' to have 3 completed groups"))
         manager.close()
         with pytest.raises(BufferClosed):
             waiting.result(timeout=HANG_S)
