@@ -96,7 +96,7 @@ async def test_payloads_are_not_held_in_memory(buffer: ReplayBuffer) -> None:
 
 
 async def test_what_is_not_plain_data_is_refused_before_anything_changed(buffer: ReplayBuffer) -> None:
-    bad = [RolloutState(message=[{"role": "user", "content": object()}], status=Status.COMPLETED)]
+    bad = [RolloutState(message=[{"role": "user", "content": object()}], response="x", status=Status.COMPLETED)]
     with pytest.raises(UnsupportedPayload, match=r"\$\[0\]\.message\[0\]\.content"):
         await buffer.put_many([make_group(), bad], "math")
     with pytest.raises(UnsupportedPayload):
