@@ -27,6 +27,7 @@ def buffer() -> Iterator[blocking.ReplayBuffer]:
 # native buffer at hand. From another thread what they tell would be out of date on arrival.
 HOOKS = {
     "completed_and_taken",
+    "give_back_owed",
     "asking",
     "bounded_bytes",
     "lease_attempt",
