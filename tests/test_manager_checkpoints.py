@@ -205,7 +205,7 @@ async def test_a_checkpoint_without_responses_has_a_fraction_of_the_size(tmp_pat
 
     async def long(state: RolloutState) -> None:
         state.response_ids = chance.integers(0, 150_000, 1_000, dtype=np.int32)
-        state.logprobs = chance.random(1_000, dtype=np.float32)
+        state.logprobs = -chance.random(1_000, dtype=np.float32)
         state.status = Status.COMPLETED
 
     prompts = [{"prompt": "word " * 200, "prompt_ids": chance.integers(0, 150_000, 200).tolist()} for _ in range(20)]
