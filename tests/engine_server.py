@@ -19,8 +19,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
+from forebay.core.rollout import RolloutState
 from forebay.engines.weights import server_name
-from forebay.rollout import RolloutState
 from tests.openai_server import CompletionServer, Received, Script, text_of
 
 __all__ = ["EngineServer", "save_weights", "wrong_spans"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forebay import AgentLoop, FunctionAgentLoop, InvalidConfig, RolloutState, Status
-from forebay.checks import check_group
+from forebay.core.validate import check_group
 from forebay.testing import simulate
 from tests.test_strategy import after, answer, at_once, never, now, simulated, statuses
 

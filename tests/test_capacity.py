@@ -31,9 +31,9 @@ from forebay import (
     Task,
     WaitTimeout,
 )
-from forebay.capacity import MAX_SIZES, note_size, response_size_p99, rounded_up
+from forebay.core.capacity import MAX_SIZES, note_size, response_size_p99, rounded_up
 from forebay.produce import NoProgress
-from forebay.storage.pandas import PandasStorage
+from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from forebay.testing.simulate import run

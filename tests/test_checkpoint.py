@@ -23,10 +23,10 @@ from forebay import (
     Status,
     Storage,
 )
-from forebay.checkpoint import open_checkpoint
-from forebay.files import FileOps
-from forebay.saving import save_storage
-from forebay.storage.pandas import PandasStorage
+from forebay.buffer.checkpoints import save_storage
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.format import open_checkpoint
+from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from tests.support import closed_ledger, draw

@@ -15,7 +15,8 @@ from zlib import crc32
 
 import pytest
 
-from forebay.checkpoint import (
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.format import (
     MAX_MANIFEST_BYTES,
     MAX_RECORD_BYTES,
     CheckpointWriter,
@@ -24,7 +25,6 @@ from forebay.checkpoint import (
     open_checkpoint,
 )
 from forebay.errors import CheckpointError, DamagedData, InvalidInput
-from forebay.files import FileOps
 from tests.failing_files import Failing
 
 Entries = list[tuple[bytes, bytes]]

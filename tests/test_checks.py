@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.checks import check_group, whole_number
+from forebay.core.rollout import RolloutState, Status
+from forebay.core.validate import check_group, whole_number
 from forebay.errors import InvalidGroup, InvalidInput
-from forebay.rollout import RolloutState, Status
 
 
 class Tensor:

@@ -20,9 +20,9 @@ from click.testing import CliRunner, Result
 
 import forebay.doctor
 from forebay import FIFOReplayPolicy, MemoryStorage, ReplayBuffer, Status
-from forebay.checkpoint import CheckpointWriter, open_checkpoint
+from forebay.checkpoint.format import CheckpointWriter, open_checkpoint
 from forebay.cli import main
-from forebay.codec import decode_account, encode_account, encode_group
+from forebay.codec.frame import decode_account, encode_account, encode_group
 from forebay.doctor import Finding, Level, examine_installation, examine_store
 from forebay.storage.sqlite import SQLiteStorage, schema
 from forebay.testing import make_group

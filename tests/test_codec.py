@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from msgspec.msgpack import Ext
 
-from forebay.codec import decode_account, decode_group, decode_record, encode_account, encode_group, encode_record
+from forebay.codec.frame import decode_account, decode_group, decode_record, encode_account, encode_group, encode_record
+from forebay.core.ledger import Account, End, Place, Watermark
+from forebay.core.record import Record
+from forebay.core.references import Resolved
+from forebay.core.rollout import RolloutState, SampleParams, Status
+from forebay.core.staleness import Limits
 from forebay.errors import DamagedData, InvalidInput, UnreadableData, UnsupportedPayload
-from forebay.ledger import Account, End, Place, Watermark
-from forebay.record import Record
-from forebay.references import Resolved
-from forebay.rollout import RolloutState, SampleParams, Status
-from forebay.staleness import Limits
 
 DTYPES = ["bool", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8", ">u2", ">i4", ">i8", ">f8"]
 START = struct.Struct("<4sB3xIQ")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from forebay.agent_loop import FunctionAgentLoop
-from forebay.buffer import ReplayBuffer
+from forebay.buffer.buffer import ReplayBuffer
 from forebay.config import (
     AsyncReplayBufferConfig,
     ManagerConfig,
@@ -19,18 +19,18 @@ from forebay.config import (
     TaskConfig,
     build_storage,
 )
-from forebay.errors import InvalidConfig, InvalidInput
-from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager
-from forebay.policy import (
+from forebay.core.policy import (
     FIFOReplayPolicy,
     FreshestReplayPolicy,
     PriorityReplayPolicy,
     ReplayPolicy,
     StalenessReplayPolicy,
 )
+from forebay.core.rollout import RolloutState
+from forebay.errors import InvalidConfig, InvalidInput
+from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager
 from forebay.produce import SyncProduceStrategy
-from forebay.rollout import RolloutState
-from forebay.storage.memory import MemoryStorage
+from forebay.storage.local.memory import MemoryStorage
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_limits_of_a_config_reach_the_buffer() -> None:
 
 
 def test_a_config_can_name_the_storage_with_a_data_frame() -> None:
-    from forebay.storage.pandas import PandasStorage
+    from forebay.storage.local.pandas import PandasStorage
 
     assert type(ReplayBufferConfig(storage="pandas").build().storage) is PandasStorage
     assert type(build_storage("pandas")) is PandasStorage

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay import dataset as dataset_module
-from forebay.dataset import JSONLDataset, LoaderSource, MapSource, Source, open_source, shuffled_index
 from forebay.errors import DamagedData, InvalidDataset, InvalidInput, InvalidRecord
+from forebay.prompts import sources as dataset_module
+from forebay.prompts.sources import JSONLDataset, LoaderSource, MapSource, Source, open_source, shuffled_index
 
 
 def order(seed: int, epoch: int, size: int) -> list[int]:

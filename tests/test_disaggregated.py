@@ -31,7 +31,7 @@ from forebay import (
     TooManyFailures,
     WaitTimeout,
 )
-from forebay.staleness import group_staleness
+from forebay.core.staleness import group_staleness
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, SimulationStuck, run
 from tests.support import turns
 from tests.test_manager import Plane, by_group, failing

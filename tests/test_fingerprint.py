@@ -33,8 +33,8 @@ from forebay import (
     SyncProduceStrategy,
     Task,
 )
-from forebay.fingerprint import Fingerprint, SourceState, digest, pack_state, sampled_positions, unpack_state
-from forebay.sampler import SamplerWithReplayBuffer
+from forebay.core.fingerprint import Fingerprint, SourceState, digest, pack_state, sampled_positions, unpack_state
+from forebay.prompts.sampler import SamplerWithReplayBuffer
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.sqlite import SQLiteStorage
 from tests.storage.postgres_server import Schemas, dsn
@@ -416,7 +416,9 @@ def test_a_record_that_holds_itself_is_unverified() -> None:
 
 
 def test_the_hash_is_the_same_in_every_process() -> None:
-    program = "from forebay.fingerprint import digest; print(digest({'b': {'x', 'y', 'z'}, 'a': [1, 'text', None]})[0])"
+    program = (
+        "from forebay.core.fingerprint import digest; print(digest({'b': {'x', 'y', 'z'}, 'a': [1, 'text', None]})[0])"
+    )
     done = [
         subprocess.run(
             [sys.executable, "-c", program],

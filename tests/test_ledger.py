@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import InvalidInput
-from forebay.ledger import (
+from forebay.core.ledger import (
     MOVES,
     OTHER_REASONS,
     Account,
@@ -21,8 +20,9 @@ from forebay.ledger import (
     open_ledger,
     take_event,
 )
-from forebay.rollout import Status
-from forebay.staleness import Floors, Limits
+from forebay.core.rollout import Status
+from forebay.core.staleness import Floors, Limits
+from forebay.errors import InvalidInput
 
 # The table as it is specified: event, where the group is (None: nowhere yet), where it goes.
 _TABLE: list[tuple[Event, set[Place | None], Place | End]] = [

@@ -43,7 +43,7 @@ from forebay import (
     Timeouts,
     TooManyFailures,
 )
-from forebay.arguments import RESERVED_NAMES
+from forebay.core.validate import RESERVED_NAMES
 from forebay.manager.base import Manager
 from forebay.testing import make_group
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, check_ledger, run

@@ -26,7 +26,7 @@ from forebay import (
     Status,
     Storage,
 )
-from forebay.checkpoint import ENVELOPE, open_checkpoint
+from forebay.checkpoint.format import ENVELOPE, open_checkpoint
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from forebay.testing.simulate import SimulatedLoop, check_ledger, run

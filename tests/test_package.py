@@ -74,7 +74,7 @@ def test_the_version_is_that_of_the_project() -> None:
 
 
 def test_the_walk_over_the_modules_finds_them() -> None:
-    assert {"forebay.buffer", "forebay.query", "forebay.storage.sorted_keys"} <= set(_MODULES)
+    assert {"forebay.buffer.buffer", "forebay.core.query", "forebay.storage.local.sorted_keys"} <= set(_MODULES)
 
 
 @pytest.mark.parametrize("name", _MODULES)

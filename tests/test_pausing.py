@@ -20,7 +20,7 @@ from forebay import (
     StorageError,
     Timeouts,
 )
-from forebay.record import Record
+from forebay.core.record import Record
 from forebay.storage.base import Arrival, Claim, Claimed, Content
 from forebay.testing import make_group, simulate
 from tests.test_strategy import (

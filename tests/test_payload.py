@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay import MemoryStorage, ReplayBuffer, RolloutState, Status, Storage, UnsupportedPayload
-from forebay.codec import encode_group
-from forebay.record import describe
-from forebay.storage.pandas import PandasStorage
+from forebay.codec.frame import encode_group
+from forebay.core.record import describe
+from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from tests.support import closed_ledger

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay import policy
-from forebay.errors import ForebayError, InvalidConfig, PolicyError
-from forebay.ledger import Place
-from forebay.policy import (
+from forebay.core import policy
+from forebay.core.ledger import Place
+from forebay.core.policy import (
     ARRIVAL,
     Column,
     FIFOReplayPolicy,
@@ -25,8 +24,9 @@ from forebay.policy import (
     checked_choice,
     order_key,
 )
-from forebay.record import Record
-from forebay.rollout import Status
+from forebay.core.record import Record
+from forebay.core.rollout import Status
+from forebay.errors import ForebayError, InvalidConfig, PolicyError
 
 _COUNTS = ["given_staleness", "group_id", "samples", "tokens", "bytes", "num_tries", "deliveries"]
 _ORDERABLE = ["oldest_step", "newest_step", *_COUNTS, "reward", "priority", "created_at"]

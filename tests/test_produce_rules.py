@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay import Budgets, InvalidInput, Status, Timeouts
-from forebay.produce.rules import Plan, make_plan, over_issue, to_start, waiting_again
+from forebay.produce.plan import Plan, make_plan, over_issue, to_start, waiting_again
 
 ALL = (Status.INIT, Status.EXPIRED, Status.ABORTED)
 

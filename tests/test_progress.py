@@ -11,7 +11,7 @@ import pytest
 
 from forebay import NoProgress, RolloutState, Status, TerminalProgress
 from forebay.produce import progress
-from forebay.produce.figures import Figures, Outcome, quantile
+from forebay.produce.stats import Figures, Outcome, quantile
 from forebay.testing import make_group
 from tests.test_strategy import TASK, Counted, Producer, after, answer, never, running_ahead, simulated
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay import DamagedData, InvalidInput
-from forebay.manager.progress import ProduceProgress
+from forebay.manager.schedule import ProduceProgress
 
 
 def filled(weights: Mapping[str, float] | None = None, *, upto: int = 5, consumed: int = 2, batch_size: int = 1) -> Any:

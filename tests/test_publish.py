@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.checkpoint import ENVELOPE as ROLLOUTS
-from forebay.checkpoint import CheckpointWriter, open_checkpoint
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.format import ENVELOPE as ROLLOUTS
+from forebay.checkpoint.format import CheckpointWriter, open_checkpoint
+from forebay.checkpoint.publish import DirectoryWriter, Envelope, NewerVersion, open_plain, open_published
 from forebay.errors import CheckpointError, DamagedData, InvalidInput
-from forebay.files import FileOps
-from forebay.publish import DirectoryWriter, Envelope, NewerVersion, open_plain, open_published
 from tests.failing_files import Failing
 from tests.test_checkpoint_format import failure
 
@@ -122,7 +122,7 @@ def test_a_newer_version_is_kept_apart_from_damage() -> None:
 
 
 def test_a_body_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.publish.MAX_MANIFEST_BYTES", 1000)
+    monkeypatch.setattr("forebay.checkpoint.publish.MAX_MANIFEST_BYTES", 1000)
     ENVELOPE.seal(b"1" * 800)
     with pytest.raises(InvalidInput, match="expected at most 1000"):
         ENVELOPE.seal(b"1" * 1000)

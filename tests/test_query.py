@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.buffer import ReplayBuffer
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.core.ledger import Place
+from forebay.core.query import Constant, Node, parse, pins, predicate, resolve_staleness, uses_staleness
+from forebay.core.record import Record
+from forebay.core.rollout import RolloutState, Status
+from forebay.core.staleness import staleness
 from forebay.errors import InvalidQuery
-from forebay.ledger import Place
-from forebay.query import Constant, Node, parse, pins, predicate, resolve_staleness, uses_staleness
-from forebay.record import Record
-from forebay.rollout import RolloutState, Status
-from forebay.staleness import staleness
 
 _ZERO = dict.fromkeys(("samples", "tokens", "bytes", "num_tries", "given_staleness", "created_at", "moved_at"), 0)
 _NULL = dict.fromkeys(("reward", "oldest_step", "newest_step", "token_step"))

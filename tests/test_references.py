@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay import MemoryStorage, ReplayBuffer, RolloutState, Status, Storage, UnsupportedPayload, group_bytes
-from forebay.codec import decode_group, encode_group
-from forebay.errors import DamagedData, ReferenceLost
-from forebay.references import (
+from forebay.codec.frame import decode_group, encode_group
+from forebay.core.references import (
     FIELDS,
     REFERENCE_BYTES,
     Resolved,
@@ -31,8 +30,9 @@ from forebay.references import (
     unregister,
     without_references,
 )
-from forebay.rollout import Group
-from forebay.storage.pandas import PandasStorage
+from forebay.core.rollout import Group
+from forebay.errors import DamagedData, ReferenceLost
+from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from tests.storage.postgres_server import Schemas

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import InvalidGroup, InvalidInput, UnsupportedPayload
-from forebay.rollout import (
+from forebay.core.rollout import (
     RolloutState,
     SampleParams,
     Status,
@@ -25,6 +24,7 @@ from forebay.rollout import (
     version_spans_of,
     versioned_tokens,
 )
+from forebay.errors import InvalidGroup, InvalidInput, UnsupportedPayload
 
 
 def sample(**fields: Any) -> RolloutState:

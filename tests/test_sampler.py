@@ -30,9 +30,9 @@ from forebay import (
     StorageError,
     WaitTimeout,
 )
-from forebay import sampler as sampler_module
-from forebay.dataset import shuffled_index
-from forebay.sampler import RETRYABLE, Sampler, SamplerWithReplayBuffer, give_back
+from forebay.prompts import sampler as sampler_module
+from forebay.prompts.sampler import RETRYABLE, Sampler, SamplerWithReplayBuffer, give_back
+from forebay.prompts.sources import shuffled_index
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from tests.processes import HANG_S

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from forebay import MemoryStorage, ReplayBuffer, Status
-from forebay.storage.memory import MemoryTable
+from forebay.storage.local.memory import MemoryTable
 from forebay.testing import make_group
 from tests.support import closed_ledger
 

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import InvalidGroup, InvalidInput
-from forebay.ledger import Place
-from forebay.record import Record, describe, is_fresh
-from forebay.rollout import RolloutState, Status, VersionSpans
-from forebay.staleness import (
+from forebay.core.ledger import Place
+from forebay.core.record import Record, describe, is_fresh
+from forebay.core.rollout import RolloutState, Status, VersionSpans
+from forebay.core.staleness import (
     Floors,
     Limits,
     apply_token_mask,
@@ -32,6 +31,7 @@ from forebay.staleness import (
     stamp,
     token_mask,
 )
+from forebay.errors import InvalidGroup, InvalidInput
 
 
 def sample(steps: list[int] | None = None, **fields: Any) -> RolloutState:

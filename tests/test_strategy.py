@@ -39,8 +39,8 @@ from forebay import (
     TooManyFailures,
     TooManyRejections,
 )
-from forebay.ledger import Place
-from forebay.record import Record
+from forebay.core.ledger import Place
+from forebay.core.record import Record
 from forebay.storage.base import Arrival
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group, simulate

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from forebay import AsyncReplayBufferConfig, Sampler, threads
+from forebay.core.aio import Pool, in_thread
 from forebay.testing.samples import make_group
-from forebay.threads import Pool, in_thread
 
 
 @contextmanager
@@ -48,7 +48,7 @@ async def test_g10_save_and_draws_do_not_wait_for_threads_of_the_user(tmp_path: 
 async def test_g11_a_save_on_a_disk_that_hangs_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from forebay.checkpoint import CheckpointWriter
+    from forebay.checkpoint.format import CheckpointWriter
 
     monkeypatch.setattr(threads, "CANCEL_GRACE_S", 0.05)
     buffer = AsyncReplayBufferConfig().build()

@@ -26,7 +26,7 @@ from forebay import (
     Timeouts,
 )
 from forebay.agent_loop.openai import OpenAIAgentLoop
-from forebay.rollout import versioned_tokens
+from forebay.core.rollout import versioned_tokens
 from forebay.testing import simulate
 from tests.openai_server import CompletionServer
 from tests.support import closed_ledger

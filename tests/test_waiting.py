@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from forebay import BufferClosed, MemoryStorage, ReplayBuffer, Status, WaitTimeout, WrongEventLoop
+from forebay.buffer.waiting import Changes
 from forebay.testing import make_group
-from forebay.waiting import Changes
 from tests.processes import HANG_S
 from tests.support import closed_ledger, draw, turns
 

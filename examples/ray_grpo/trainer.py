@@ -18,8 +18,8 @@ import torch
 from ray.exceptions import RayError
 
 from forebay import AsyncReplayBufferConfig, ProducerStopped, RolloutState, sample_staleness, stale_threshold
+from forebay.core.ledger import LedgerLine
 from forebay.errors import NameTaken
-from forebay.ledger import LedgerLine
 from forebay.ray import RayReplayBuffer
 from ray_grpo.producer import MAX_STALENESS, Producer
 from tiny_grpo.checkpoint import Checkpoints

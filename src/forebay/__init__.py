@@ -6,7 +6,8 @@ them together; `forebay.blocking` has the buffer for trainers that are not async
 """
 
 from forebay.agent_loop import AgentLoop, FunctionAgentLoop
-from forebay.buffer import ReplayBuffer
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.lease import Lease
 from forebay.config import (
     AsyncReplayBufferConfig,
     ManagerConfig,
@@ -15,6 +16,27 @@ from forebay.config import (
     SyncReplayBufferConfig,
     TaskConfig,
 )
+from forebay.core.ledger import End, GroupEnd, Place
+from forebay.core.policy import (
+    Column,
+    FIFOReplayPolicy,
+    FreshestReplayPolicy,
+    Order,
+    PriorityReplayPolicy,
+    ReplayPolicy,
+    StalenessReplayPolicy,
+)
+from forebay.core.record import Record
+from forebay.core.rollout import (
+    RolloutState,
+    SampleParams,
+    Status,
+    finish_status,
+    group_bytes,
+    group_status,
+    version_spans_of,
+)
+from forebay.core.staleness import group_staleness, sample_staleness, stale_threshold, staleness, token_mask
 from forebay.errors import (
     BufferClosed,
     BufferLost,
@@ -58,8 +80,6 @@ from forebay.errors import (
     WaitTimeout,
     WrongEventLoop,
 )
-from forebay.lease import Lease
-from forebay.ledger import End, GroupEnd, Place
 from forebay.manager import (
     AgentLoopManager,
     BatchRequest,
@@ -69,15 +89,6 @@ from forebay.manager import (
     ProduceStatus,
     Task,
     TaskResult,
-)
-from forebay.policy import (
-    Column,
-    FIFOReplayPolicy,
-    FreshestReplayPolicy,
-    Order,
-    PriorityReplayPolicy,
-    ReplayPolicy,
-    StalenessReplayPolicy,
 )
 from forebay.produce import (
     AsyncProduceStrategy,
@@ -95,20 +106,9 @@ from forebay.produce import (
     reject_truncated,
     reject_zero_std,
 )
-from forebay.record import Record
-from forebay.rollout import (
-    RolloutState,
-    SampleParams,
-    Status,
-    finish_status,
-    group_bytes,
-    group_status,
-    version_spans_of,
-)
-from forebay.sampler import Sampler, SamplerWithReplayBuffer
-from forebay.staleness import group_staleness, sample_staleness, stale_threshold, staleness, token_mask
+from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
 from forebay.storage.base import Storage
-from forebay.storage.memory import MemoryStorage
+from forebay.storage.local.memory import MemoryStorage
 
 __version__ = "0.2.0.dev0"
 

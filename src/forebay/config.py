@@ -20,20 +20,19 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 import msgspec
 
 from forebay.agent_loop.base import AgentLoop
-from forebay.arguments import checked_task
-from forebay.buffer import ReplayBuffer
-from forebay.checks import whole_number
-from forebay.errors import InvalidConfig, InvalidInput
-from forebay.group_ends import OnGroupEnd
-from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Task
-from forebay.manager.allocation import check_weights
-from forebay.policy import (
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.group_ends import OnGroupEnd
+from forebay.core.policy import (
     FIFOReplayPolicy,
     FreshestReplayPolicy,
     PriorityReplayPolicy,
     ReplayPolicy,
     StalenessReplayPolicy,
 )
+from forebay.core.validate import checked_task, whole_number
+from forebay.errors import InvalidConfig, InvalidInput
+from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Task
+from forebay.manager.allocation import check_weights
 from forebay.produce import (
     AsyncProduceStrategy,
     Budgets,
@@ -46,10 +45,10 @@ from forebay.produce import (
 )
 from forebay.produce.filters import Filter
 from forebay.produce.judge import GroupReward, SampleReward
-from forebay.prompts import Tokenize, ToRolloutState
-from forebay.sampler import Sampler
+from forebay.prompts.records import Tokenize, ToRolloutState
+from forebay.prompts.sampler import Sampler
 from forebay.storage.base import EXPECT_GROUP_BYTES, Storage
-from forebay.storage.memory import MemoryStorage
+from forebay.storage.local.memory import MemoryStorage
 
 __all__ = [
     "IN_MEMORY",
@@ -91,7 +90,7 @@ def build_storage(url: str) -> Storage:
         return MemoryStorage()
     if url == "pandas":
         try:
-            from forebay.storage.pandas import PandasStorage
+            from forebay.storage.local.pandas import PandasStorage
         except ModuleNotFoundError as missing:
             raise InvalidConfig("storage 'pandas' needs pandas: pip install 'forebay[pandas]'") from missing
         return PandasStorage()

@@ -21,10 +21,10 @@ from typing import Literal
 
 import msgspec
 
-from forebay.codec import decode_account, decode_group, encode_account
+from forebay.codec.frame import decode_account, decode_group, encode_account
+from forebay.core.ledger import Account, End, Place, open_ledger
+from forebay.core.record import Record
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput, StorageError, UnreadableData
-from forebay.ledger import Account, End, Place, open_ledger
-from forebay.record import Record
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.place import ProcessLock, check_file_system, file_system_of, holder_of
 

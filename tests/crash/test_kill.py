@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forebay import ReplayBuffer, StalenessReplayPolicy, Status
-from forebay.checkpoint import open_checkpoint
+from forebay.checkpoint.format import open_checkpoint
 from forebay.storage.sqlite import SQLiteStorage
 from tests.crash.child import TASK, answer
 from tests.lives import lives

@@ -32,9 +32,9 @@ from forebay import (
     WaitTimeout,
     blocking,
 )
+from forebay.core.record import Record
 from forebay.ray import RayReplayBuffer, wire
 from forebay.ray import storage as storage_module
-from forebay.record import Record
 from tests.processes import HANG_S
 from tests.ray import children
 from tests.ray.children import answered, connected, drawn, eventually, fill, hosted, ids

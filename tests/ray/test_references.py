@@ -15,9 +15,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from forebay import MemoryStorage, ReplayBuffer, RolloutState, Status, UnsupportedPayload
+from forebay.core.references import references_of, resolve_group
 from forebay.errors import ReferenceLost
 from forebay.ray.references import lost, resolve
-from forebay.references import references_of, resolve_group
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from tests.processes import HANG_S, finished

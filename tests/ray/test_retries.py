@@ -15,17 +15,17 @@ import pytest
 
 from forebay import LostLease, Status, Storage
 from forebay.config import build_storage
+from forebay.core.ledger import Account, Event, Watermark
+from forebay.core.query import parse
+from forebay.core.record import Record, describe
+from forebay.core.staleness import Limits
 from forebay.errors import InvalidInput, StorageUnavailable, TooManyWaits
-from forebay.ledger import Account, Event, Watermark
-from forebay.query import parse
 from forebay.ray import host as host_module
 from forebay.ray import wire
 from forebay.ray.frames import FrameStorage
 from forebay.ray.host import Host
 from forebay.ray.operations import HostSpec
 from forebay.ray.wire import Parcel
-from forebay.record import Record, describe
-from forebay.staleness import Limits
 from forebay.storage.base import Arrival, Claim, Content, Purpose, Ready, Revision, Settings
 from forebay.testing import make_group
 

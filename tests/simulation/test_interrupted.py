@@ -33,7 +33,7 @@ from forebay import (
     SyncProduceStrategy,
     Task,
 )
-from forebay.staleness import group_staleness
+from forebay.core.staleness import group_staleness
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, check_ledger, run
 
 STEPS, BATCH, SAVE_EVERY, INTERVAL = 30, 4, 4, 1

@@ -29,7 +29,7 @@ from forebay import (
     Timeouts,
 )
 from forebay.produce import NoProgress
-from forebay.storage.memory import MemoryStorage
+from forebay.storage.local.memory import MemoryStorage
 from forebay.testing.simulate import run
 from forebay.testing.simulate.driver import check_ledger
 

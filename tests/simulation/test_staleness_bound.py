@@ -36,7 +36,7 @@ from forebay import (
     Task,
     Timeouts,
 )
-from forebay.staleness import group_staleness, staleness
+from forebay.core.staleness import group_staleness, staleness
 from forebay.testing.simulate import LongTail, SimulatedEngine, check_ledger, check_nothing_lost, run
 
 RUNS, SLOW_RUNS, STEPS, BATCH = 12, 400, 250, 2

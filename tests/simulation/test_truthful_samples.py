@@ -48,8 +48,8 @@ from forebay import (
     Task,
     Timeouts,
 )
-from forebay.rollout import ISSUED_FIELDS
-from forebay.staleness import staleness
+from forebay.core.rollout import ISSUED_FIELDS
+from forebay.core.staleness import staleness
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.storage.sqlite.writer import Writer
 from forebay.testing.simulate import check_ledger, run

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forebay import MemoryStorage, Storage
+from forebay.core.ledger import Event, Place
+from forebay.core.query import parse
+from forebay.core.record import Record, Row, describe
+from forebay.core.rollout import RolloutState, Status
 from forebay.errors import DamagedData, LostLease, StorageError, StorageUnavailable
-from forebay.ledger import Event, Place
-from forebay.query import parse
-from forebay.record import Record, Row, describe
-from forebay.rollout import RolloutState, Status
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision, Settings
-from forebay.storage.calls import CALL, Answered, Call, Done, Handed, Stored, decode_kept, encode_kept
+from forebay.storage.idempotency import CALL, Answered, Call, Done, Handed, Stored, decode_kept, encode_kept
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.samples import make_group
@@ -327,9 +327,9 @@ async def test_a_commit_that_fails_leaves_neither_effect_nor_answer(site: Site, 
 _CHILD = """
 import asyncio, sys
 from forebay.storage.base import Arrival, Content, Settings
-from forebay.storage.calls import CALL, Call
+from forebay.storage.idempotency import CALL, Call
 from forebay.storage.sqlite import SQLiteStorage
-from forebay.record import describe
+from forebay.core.record import describe
 from forebay.testing.samples import make_group
 
 async def main():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forebay import MemoryStorage, Storage
-from forebay.storage.pandas import PandasStorage
+from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import StorageConformance
 

@@ -19,6 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forebay import FIFOReplayPolicy, ReplayBuffer, ReplayPolicy, StalenessReplayPolicy, Storage
+from forebay.core.ledger import Account, Event, Place
+from forebay.core.query import Node, parse, predicate
+from forebay.core.record import Record, Row, describe
+from forebay.core.rollout import Status
 from forebay.errors import (
     CursorMoved,
     DuplicateGroup,
@@ -29,10 +33,6 @@ from forebay.errors import (
     StorageUnavailable,
     UnreadableData,
 )
-from forebay.ledger import Account, Event, Place
-from forebay.query import Node, parse, predicate
-from forebay.record import Record, Row, describe
-from forebay.rollout import Status
 from forebay.storage.base import Arrival, Claim, Content, Purpose, Settings
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.postgres.connections import Step

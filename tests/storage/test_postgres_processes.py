@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from forebay import ReplayBuffer
+from forebay.core.rollout import RolloutState, Status
 from forebay.errors import BufferClosed, CursorMoved, LostLease, StorageUnavailable, WaitTimeout
-from forebay.rollout import RolloutState, Status
 from forebay.storage.postgres import PostgresStorage
 from forebay.testing.samples import make_group
 from tests.processes import HANG_S, Child, started

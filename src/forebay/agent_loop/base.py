@@ -32,9 +32,9 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage, is_outage
+from forebay.core.rollout import RolloutState, Status, reset_response
 from forebay.errors import EngineUnavailable, ForebayError, InvalidGroup
-from forebay.prompts import independent, start_again
-from forebay.rollout import RolloutState, Status, reset_response
+from forebay.prompts.records import independent, start_again
 
 __all__ = ["AgentLoop", "failed_member", "identify_member"]
 

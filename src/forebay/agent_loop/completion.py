@@ -19,9 +19,9 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import msgspec
 import numpy as np
 
+from forebay.core.rollout import RolloutState, SampleParams, Status, TokenColumn, VersionSpans, finish_status
 from forebay.errors import InvalidInput
-from forebay.prompts import start_again
-from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn, VersionSpans, finish_status
+from forebay.prompts.records import start_again
 
 __all__ = ["TRANSIENT_STATUSES", "Answer", "EventReader", "Interrupted", "Piece", "WrongAnswer", "merged", "read_piece"]
 

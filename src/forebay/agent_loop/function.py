@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from forebay.agent_loop.base import AgentLoop
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
+from forebay.core.rollout import RolloutState, Status, finish_status
 from forebay.errors import InvalidConfig
-from forebay.rollout import RolloutState, Status, finish_status
 
 __all__ = ["FunctionAgentLoop"]
 

@@ -52,9 +52,9 @@ from forebay.agent_loop.completion import (
 from forebay.agent_loop.gate import Engine, ServerGate, Unreachable
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.agent_loop.server import authorization, checked_url, fetch, until_idle
+from forebay.core.aio import see_through
+from forebay.core.rollout import RolloutState, SampleParams, Status
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
-from forebay.rollout import RolloutState, SampleParams, Status
-from forebay.threads import see_through
 
 __all__ = ["OpenAIAgentLoop"]
 

@@ -13,8 +13,8 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from forebay.agent_loop.gate import Unreachable
+from forebay.core.aio import RESOLUTION_S
 from forebay.errors import EngineUnavailable, InvalidConfig
-from forebay.waiting import RESOLUTION_S
 
 __all__ = ["DOWN_TIMEOUT_S", "Outage", "is_outage"]
 

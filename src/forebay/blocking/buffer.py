@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 from forebay import buffer as native
 from forebay.blocking.thread import LoopThread, seen_through
+from forebay.buffer.lease import Lease as NativeLease
 from forebay.config import ReplayBufferConfig
+from forebay.core.ledger import LedgerLine
+from forebay.core.record import Record, Tags
+from forebay.core.rollout import RolloutState, Status
 from forebay.errors import BufferClosed, ForebayError
-from forebay.lease import Lease as NativeLease
-from forebay.ledger import LedgerLine
-from forebay.record import Record, Tags
-from forebay.rollout import RolloutState, Status
 
 __all__ = ["Lease", "ReplayBuffer"]
 

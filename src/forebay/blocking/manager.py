@@ -17,13 +17,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 from forebay import manager as native
 from forebay.blocking.buffer import Groups, Lease
 from forebay.blocking.thread import LoopThread
-from forebay.buffer import ReplayBuffer
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.core.ledger import LedgerLine
 from forebay.errors import ForebayError, InvalidInput
-from forebay.ledger import LedgerLine
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest as NativeRequest
 from forebay.manager.results import ProduceBatchResult, ProduceStatus, TaskResult
-from forebay.produce.work import look_at
+from forebay.produce.inflight import look_at
 
 __all__ = ["AgentLoopManager", "Batch", "BatchRequest", "DisaggregatedAgentLoopManager"]
 
@@ -86,7 +86,7 @@ class Batch:
         return self.native.raw_reward_mean
 
     def shard(self, rank: int, world_size: int) -> Groups:
-        """Whole groups for one trainer rank; see `forebay.lease.shard`."""
+        """Whole groups for one trainer rank; see `forebay.buffer.lease.shard`."""
         return self.native.shard(rank, world_size)
 
     def total(self, name: str) -> float:

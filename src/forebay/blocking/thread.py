@@ -17,8 +17,8 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
+from forebay.core.aio import see_through
 from forebay.errors import BufferClosed, ForebayError, WrongEventLoop
-from forebay.threads import see_through
 
 __all__ = ["LoopThread", "seen_through"]
 

@@ -17,12 +17,12 @@ from typing import Any
 import click
 import msgspec
 
-from forebay.checkpoint import Checkpoint, Manifest, open_checkpoint
+from forebay.checkpoint.format import Checkpoint, Manifest, open_checkpoint
 from forebay.cli import DAMAGED, Progress, one_line, progress_bar, show_json, size_text
-from forebay.codec import decode_account, decode_group, decode_record
+from forebay.codec.frame import decode_account, decode_group, decode_record
+from forebay.core.ledger import Account, End, Place
+from forebay.core.staleness import Limits
 from forebay.errors import CheckpointError, DamagedData, InvalidInput
-from forebay.ledger import Account, End, Place
-from forebay.staleness import Limits
 
 __all__ = ["Contents", "check_contents", "checkpoint"]
 

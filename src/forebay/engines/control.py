@@ -31,10 +31,10 @@ import msgspec
 from forebay.agent_loop.gate import EngineGone, Process, ServerGate, Unreachable, is_step
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.agent_loop.server import authorization, checked_url, fetch, is_refused
-from forebay.checks import whole_number
+from forebay.core.aio import Turns, in_thread, see_through
+from forebay.core.validate import whole_number
 from forebay.engines.weights import Checksums, Tensor, check_reloadable, check_same_tensors, check_update, read_weights
 from forebay.errors import EngineError, EngineUnavailable, InvalidConfig
-from forebay.threads import Turns, in_thread, see_through
 
 __all__ = ["Checksums", "EngineControl", "Producer", "WeightUpdate"]
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import TypeAlias
 
-from forebay.checks import whole_number
+from forebay.core.validate import whole_number
 from forebay.errors import InvalidConfig, InvalidInput
 
 __all__ = ["Credits", "allocate", "check_weights", "load_credits", "save_credits"]

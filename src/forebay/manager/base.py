@@ -12,8 +12,13 @@ import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from forebay.buffer import ReplayBuffer
-from forebay.checks import whole_number
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.lease import Lease
+from forebay.core.aio import in_thread, see_through
+from forebay.core.ledger import LedgerLine
+from forebay.core.rollout import Status
+from forebay.core.staleness import staleness
+from forebay.core.validate import whole_number
 from forebay.errors import (
     BufferClosed,
     DamagedData,
@@ -25,22 +30,17 @@ from forebay.errors import (
     StorageUnavailable,
     StoreAhead,
 )
-from forebay.lease import Lease
-from forebay.ledger import LedgerLine
-from forebay.manager.progress import ProduceProgress
 from forebay.manager.results import ProduceBatchResult, ProduceStatus, describe_task
+from forebay.manager.schedule import ProduceProgress
 from forebay.manager.task import Task, check_tasks
-from forebay.produce.figures import Figures, quantile
-from forebay.produce.rules import over_issue
+from forebay.produce.inflight import Steps
+from forebay.produce.plan import over_issue
 from forebay.produce.settings import backoff_s, positive_seconds
+from forebay.produce.stats import Figures, quantile
 from forebay.produce.strategy import too_many_rejections
-from forebay.produce.work import Steps
-from forebay.rollout import Status
-from forebay.staleness import staleness
-from forebay.threads import in_thread, see_through
 
 if TYPE_CHECKING:
-    from forebay.checkpoint import Manifest
+    from forebay.checkpoint.format import Manifest
 
 __all__ = ["Manager"]
 
@@ -413,7 +413,7 @@ class Manager:
 
     async def _compare_data(self, manifest: Manifest) -> None:
         """ChangedDataset if a task has another data set than when it was saved."""
-        from forebay.codec import decode_account  # imported here, as the buffer does
+        from forebay.codec.frame import decode_account  # imported here, as the buffer does
 
         for name, task in self.tasks.items():
             if name in manifest.accounts:
@@ -503,7 +503,7 @@ class Manager:
 
 
 def _manifest_of(path: str | os.PathLike[str]) -> Manifest:
-    from forebay.checkpoint import open_checkpoint  # imported here, as the buffer does
+    from forebay.checkpoint.format import open_checkpoint  # imported here, as the buffer does
 
     with open_checkpoint(path) as checkpoint:
         return checkpoint.manifest

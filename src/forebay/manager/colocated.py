@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 
-from forebay.checks import whole_number
+from forebay.buffer.lease import Lease
+from forebay.core.aio import Deadline
+from forebay.core.ledger import LedgerLine
+from forebay.core.validate import whole_number
 from forebay.errors import InvalidInput, WaitTimeout
-from forebay.lease import Lease
-from forebay.ledger import LedgerLine
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
-from forebay.waiting import Deadline
 
 __all__ = ["AgentLoopManager"]
 

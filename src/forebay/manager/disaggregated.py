@@ -14,17 +14,16 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
-from forebay.buffer import ReplayBuffer
-from forebay.checks import whole_number
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.lease import Lease
+from forebay.core.aio import Deadline, see_through
+from forebay.core.ledger import LedgerLine
+from forebay.core.record import Row
+from forebay.core.validate import whole_number
 from forebay.errors import BufferClosed, InvalidInput, ProducerStopped, WaitTimeout
-from forebay.lease import Lease
-from forebay.ledger import LedgerLine
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
 from forebay.manager.task import Task
-from forebay.record import Row
-from forebay.threads import see_through
-from forebay.waiting import Deadline
 
 __all__ = ["DisaggregatedAgentLoopManager", "ProducerState"]
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from forebay.lease import Lease, Request
-from forebay.produce.figures import Figures, quantile
-from forebay.rollout import RolloutState, Status, versioned_tokens
-from forebay.staleness import group_staleness
+from forebay.buffer.lease import Lease, Request
+from forebay.core.rollout import RolloutState, Status, versioned_tokens
+from forebay.core.staleness import group_staleness
+from forebay.produce.stats import Figures, quantile
 
 __all__ = ["BatchRequest", "ProduceBatchResult", "ProduceStatus", "TaskResult", "describe_task"]
 
@@ -70,8 +70,8 @@ class ProduceBatchResult(msgspec.Struct, kw_only=True):
         return [group for groups in self.groups_by_task.values() for group in groups]
 
     def shard(self, rank: int, world_size: int) -> list[list[RolloutState]]:
-        """Whole groups for one trainer rank; see `forebay.lease.shard`."""
-        from forebay.lease import shard
+        """Whole groups for one trainer rank; see `forebay.buffer.lease.shard`."""
+        from forebay.buffer.lease import shard
 
         return shard(self.groups, rank, world_size)
 

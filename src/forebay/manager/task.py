@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import msgspec
 
 from forebay.agent_loop.base import AgentLoop
-from forebay.arguments import checked_task
-from forebay.buffer import ReplayBuffer
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.core.validate import checked_task
 from forebay.errors import InvalidConfig
 from forebay.manager.allocation import check_weights
 from forebay.produce.strategy import ProduceStrategy
-from forebay.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
+from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 
 __all__ = ["Task", "check_tasks"]
 

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 import msgspec
 
 from forebay.agent_loop.base import AgentLoop
-from forebay.buffer import ReplayBuffer
-from forebay.checks import whole_number
-from forebay.dataset import MapSource
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.core.rollout import RolloutState, Status
+from forebay.core.staleness import Limits
+from forebay.core.validate import whole_number
 from forebay.errors import InvalidDataset, InvalidInput
-from forebay.produce.figures import Outcome
+from forebay.produce.inflight import Steps, Works
 from forebay.produce.judge import GroupReward, Judge, SampleReward
 from forebay.produce.progress import Progress, default_progress
 from forebay.produce.settings import Budgets, Timeouts
-from forebay.produce.work import Steps, Works
-from forebay.rollout import RolloutState, Status
-from forebay.sampler import Sampler
-from forebay.staleness import Limits
+from forebay.produce.stats import Outcome
+from forebay.prompts.sampler import Sampler
+from forebay.prompts.sources import MapSource
 
 __all__ = ["Evaluation", "evaluate"]
 

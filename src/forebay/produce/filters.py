@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from forebay.rollout import RolloutState
+from forebay.core.rollout import RolloutState
 
 __all__ = ["Filter", "Verdict", "is_cheap", "on_loop", "reject_truncated", "reject_zero_std"]
 

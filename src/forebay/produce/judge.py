@@ -18,12 +18,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from forebay.checks import whole_number
+from forebay.core.aio import Pool, see_through, start_thread
+from forebay.core.rollout import RolloutState, Status, group_reward
+from forebay.core.validate import whole_number
 from forebay.errors import InvalidConfig, InvalidInput
 from forebay.produce.filters import Filter, is_cheap
 from forebay.produce.members import is_answered, leave_unjudged
-from forebay.rollout import RolloutState, Status, group_reward
-from forebay.threads import Pool, see_through, start_thread
 
 __all__ = ["GroupReward", "Judge", "Judged", "SampleReward", "fail_judging", "set_aside"]
 

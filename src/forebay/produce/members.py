@@ -15,11 +15,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from forebay.agent_loop.base import failed_member
-from forebay.checks import check_group
-from forebay.errors import InvalidGroup, InvalidInput
-from forebay.issued import is_as_issued
-from forebay.prompts import independent
-from forebay.rollout import (
+from forebay.core.issued import is_as_issued
+from forebay.core.rollout import (
     PROMPT_FIELDS,
     RolloutState,
     Status,
@@ -29,6 +26,9 @@ from forebay.rollout import (
     reset_response,
     versioned_tokens,
 )
+from forebay.core.validate import check_group
+from forebay.errors import InvalidGroup, InvalidInput
+from forebay.prompts.records import independent
 
 __all__ = [
     "collect",
@@ -232,7 +232,7 @@ def refused_members(
     members: Sequence[RolloutState], issued: Sequence[RolloutState], error: str, *, everyone: bool
 ) -> list[RolloutState]:
     """The members of a group that cannot be stored: those that are to blame (or everyone) FAILED, the others kept."""
-    from forebay.codec import encode_group  # imported here: only what is refused needs it
+    from forebay.codec.frame import encode_group  # imported here: only what is refused needs it
 
     kept: list[RolloutState] = []
     for rollout_id in dict.fromkeys(state.rollout_id for state in issued):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from functools import cache
 from typing import Protocol, TextIO
 
-from forebay.produce.figures import Figures
+from forebay.produce.stats import Figures
 
 __all__ = ["NoProgress", "Progress", "TerminalProgress", "bar", "default_progress"]
 

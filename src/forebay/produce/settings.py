@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import msgspec
 
-from forebay.checks import whole_number
+from forebay.core.validate import whole_number
 from forebay.errors import InvalidConfig
 
 __all__ = ["Budgets", "Timeouts", "backoff_s", "positive_seconds"]

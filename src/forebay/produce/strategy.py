@@ -19,9 +19,12 @@ import msgspec
 from msgspec.structs import asdict
 
 from forebay.agent_loop.base import AgentLoop
-from forebay.arguments import checked_task
-from forebay.buffer import ReplayBuffer
-from forebay.checks import whole_number
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.core.aio import DATA, RESOLUTION_S, see_through
+from forebay.core.ledger import LedgerLine, Place
+from forebay.core.rollout import Status
+from forebay.core.staleness import Limits, stale_threshold, staleness
+from forebay.core.validate import checked_task, whole_number
 from forebay.errors import (
     EngineError,
     EngineUnavailable,
@@ -31,19 +34,14 @@ from forebay.errors import (
     TooManyRejections,
     WaitTimeout,
 )
-from forebay.ledger import LedgerLine, Place
-from forebay.produce.figures import Figures
 from forebay.produce.filters import Filter
+from forebay.produce.inflight import STAGES, Stage, Steps, Works, look_at
 from forebay.produce.judge import GroupReward, Judge, SampleReward
+from forebay.produce.plan import Plan, make_plan, over_issue, to_start, waiting_again
 from forebay.produce.progress import Progress, default_progress
-from forebay.produce.rules import Plan, make_plan, over_issue, to_start, waiting_again
 from forebay.produce.settings import Budgets, Timeouts
-from forebay.produce.work import STAGES, Stage, Steps, Works, look_at
-from forebay.rollout import Status
-from forebay.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
-from forebay.staleness import Limits, stale_threshold, staleness
-from forebay.threads import DATA, see_through
-from forebay.waiting import RESOLUTION_S
+from forebay.produce.stats import Figures
+from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 
 __all__ = ["AsyncProduceStrategy", "ProduceStrategy", "Production", "SyncProduceStrategy", "too_many_rejections"]
 

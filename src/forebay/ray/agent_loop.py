@@ -22,15 +22,15 @@ import ray
 from ray import exceptions
 
 from forebay.agent_loop.base import AgentLoop
-from forebay.checks import whole_number
-from forebay.codec import decode_group, encode_group
+from forebay.codec.frame import decode_group, encode_group
+from forebay.core.aio import RESOLUTION_S
+from forebay.core.rollout import RolloutState, Status
+from forebay.core.validate import whole_number
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
+from forebay.produce.inflight import look_at
 from forebay.produce.settings import positive_seconds
-from forebay.produce.work import look_at
 from forebay.ray.loop_actor import Answer, KeptCall, Started
 from forebay.ray.loop_pool import LoopPool, Phase, Slot, ending, engine_error, first_line
-from forebay.rollout import RolloutState, Status
-from forebay.waiting import RESOLUTION_S
 
 __all__ = ["RayAgentLoop"]
 

@@ -21,19 +21,19 @@ import ray
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from forebay.buffer import ReplayBuffer
-from forebay.checks import whole_number
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.group_ends import OnGroupEnd
+from forebay.buffer.session import SHARED_LEASE_S
 from forebay.config import IN_MEMORY, POLICIES, SQLITE_URL, ReplayBufferConfig
+from forebay.core.policy import Order, ReplayPolicy
+from forebay.core.validate import whole_number
 from forebay.errors import BufferLost, ForebayError, InvalidConfig, NameTaken, NoSuchBuffer, StorageUnavailable
-from forebay.group_ends import OnGroupEnd
-from forebay.policy import Order, ReplayPolicy
 from forebay.ray import notes, wire
 from forebay.ray.actor import NAMESPACE, SPARE_THREADS, BufferActor, actor_name
 from forebay.ray.link import Link, check_cluster, find_host
 from forebay.ray.operations import HostSpec
 from forebay.ray.shards import MAX_SHARDS, ShardedStorage, shard_url
 from forebay.ray.storage import RayStorage
-from forebay.session import SHARED_LEASE_S
 from forebay.storage.base import Settings, Storage
 
 __all__ = ["RayReplayBuffer"]

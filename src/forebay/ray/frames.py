@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from forebay.codec import decode_group
+from forebay.codec.frame import decode_group
+from forebay.core.record import Row
+from forebay.core.rollout import Group, Status, group_status
 from forebay.ray.wire import Parcel
-from forebay.record import Row
-from forebay.rollout import Group, Status, group_status
 from forebay.storage.base import Claim, Content
-from forebay.storage.memory import MemoryStorage
+from forebay.storage.local.memory import MemoryStorage
 
 __all__ = ["FrameStorage", "add_to", "framed"]
 

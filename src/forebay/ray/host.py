@@ -20,17 +20,17 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from forebay.capacity import fits
+from forebay.core.aio import in_thread
+from forebay.core.capacity import fits
+from forebay.core.ledger import Account
+from forebay.core.references import as_values
+from forebay.core.staleness import EXPIRABLE
 from forebay.errors import BufferClosed, ForebayError, InvalidInput, TooManyWaits
-from forebay.ledger import Account
 from forebay.ray import wire
 from forebay.ray.operations import OPERATIONS, Book, Exchange, HostSpec, Operations
 from forebay.ray.wire import Message, PackedFrames, Payload, Request
-from forebay.references import as_values
-from forebay.staleness import EXPIRABLE
 from forebay.storage.base import Ready, Storage
-from forebay.storage.calls import CALL, Answered, Call
-from forebay.threads import in_thread
+from forebay.storage.idempotency import CALL, Answered, Call
 
 __all__ = ["Host", "Ledgers", "Wait"]
 

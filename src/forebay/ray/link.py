@@ -21,6 +21,7 @@ import ray
 from ray import exceptions
 
 import forebay
+from forebay.core.aio import in_thread
 from forebay.errors import (
     BufferLost,
     ForebayError,
@@ -33,7 +34,6 @@ from forebay.errors import (
 from forebay.ray import notes, packing, wire
 from forebay.ray.actor import NAMESPACE, actor_name
 from forebay.ray.wire import Answer, Hello, PackedFrames, Parcel
-from forebay.threads import in_thread
 
 __all__ = ["Link", "Reply", "check_cluster", "find_host", "heard"]
 

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import ray
 
 from forebay.agent_loop.base import AgentLoop, failed_member
-from forebay.checks import check_group
-from forebay.codec import decode_group, encode_group
+from forebay.codec.frame import decode_group, encode_group
+from forebay.core.rollout import Group, RolloutState
+from forebay.core.validate import check_group
 from forebay.errors import EngineRestarted, InvalidConfig, InvalidGroup, InvalidInput
-from forebay.prompts import independent
-from forebay.rollout import Group, RolloutState
+from forebay.prompts.records import independent
 
 __all__ = ["Answer", "KeptCall", "LoopActor", "Started", "Trouble", "sendable"]
 

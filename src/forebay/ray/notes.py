@@ -16,7 +16,7 @@ import msgspec
 from msgspec.structs import replace
 from ray.experimental import internal_kv
 
-from forebay.ledger import Account, End, Place
+from forebay.core.ledger import Account, End, Place
 from forebay.ray.wire import Stand
 
 __all__ = ["LOST_REASON", "Note", "NoteWriter", "forget_notes", "last_actor", "read_note", "write_actor"]

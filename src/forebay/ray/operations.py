@@ -16,16 +16,16 @@ from typing import Any, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from forebay.codec import decode_group
+from forebay.codec.frame import decode_group
+from forebay.core.ledger import Account, Event, GroupEnd
+from forebay.core.record import Record, Row
+from forebay.core.rollout import Group, Status
 from forebay.errors import InvalidInput, LostLease
-from forebay.ledger import Account, Event, GroupEnd
 from forebay.ray import wire
 from forebay.ray.frames import FrameStorage, add_to, framed
 from forebay.ray.wire import Message, PackedFrames, Parcel, Request, RowHead
-from forebay.record import Record, Row
-from forebay.rollout import Group, Status
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Revision, Settings, Snapshot, Storage
-from forebay.storage.calls import CALL, Call
+from forebay.storage.idempotency import CALL, Call
 
 __all__ = ["OPERATIONS", "UID_BITS", "Book", "Exchange", "HostSpec", "Operations"]
 

@@ -1,6 +1,6 @@
 """Ray's object references in samples: how to get their values, to put values back, and to tell which are lost.
 
-Importing this registers `ray.ObjectRef` with `forebay.references`. Nothing here calls `free`: Ray counts references,
+Importing this registers `ray.ObjectRef` with `core.references`. Nothing here calls `free`: Ray counts references,
 and Forebay's own go with the rows that hold them. An object lives no longer than its owner, the process that put it or
 started the task that made it, whoever else refers to it. So whoever puts a value back owns it.
 """
@@ -18,9 +18,9 @@ import ray
 from ray import exceptions
 from ray.experimental import get_object_locations
 
+from forebay.core.aio import in_thread
+from forebay.core.references import register
 from forebay.errors import ReferenceLost, StorageError
-from forebay.references import register
-from forebay.threads import in_thread
 
 __all__ = ["lost", "put", "resolve"]
 

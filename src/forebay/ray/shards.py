@@ -26,14 +26,15 @@ from typing import Any, ClassVar, TypeVar
 from msgspec.structs import replace
 
 from forebay.config import IN_MEMORY, SQLITE_URL
+from forebay.core.aio import see_through
+from forebay.core.ledger import Account, Event, GroupEnd, LedgerLine, Place, Watermark
+from forebay.core.query import And, Compare, Member, Node
+from forebay.core.record import Record, Row
+from forebay.core.rollout import Status
 from forebay.errors import ForebayError, InvalidInput, LostLease, StorageError
-from forebay.ledger import Account, Event, GroupEnd, LedgerLine, Place, Watermark
-from forebay.query import And, Compare, Member, Node
 from forebay.ray.link import heard
 from forebay.ray.operations import UID_BITS
 from forebay.ray.storage import RayStorage
-from forebay.record import Record, Row
-from forebay.rollout import Status
 from forebay.storage.base import (
     Arrival,
     Claim,
@@ -49,7 +50,6 @@ from forebay.storage.base import (
     Storage,
     Usage,
 )
-from forebay.threads import see_through
 
 __all__ = ["MAX_SHARDS", "ShardedStorage", "shard_of", "shard_url"]
 

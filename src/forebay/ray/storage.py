@@ -15,15 +15,16 @@ from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
+from forebay.core.aio import see_through
+from forebay.core.ledger import Account, Event, GroupEnd, LedgerLine, Watermark
+from forebay.core.query import Node
+from forebay.core.record import Record, Row, identify, number_rollouts
+from forebay.core.references import resolve_group
+from forebay.core.rollout import Status
 from forebay.errors import BufferLost, ForebayError, StorageUnavailable
-from forebay.ledger import Account, Event, GroupEnd, LedgerLine, Watermark
-from forebay.query import Node
 from forebay.ray import references, wire
 from forebay.ray.link import Link, Reply, heard
 from forebay.ray.wire import ArrivalHead, ContentHead, Parcel, RevisionHead, RowHead
-from forebay.record import Record, Row, identify, number_rollouts
-from forebay.references import resolve_group
-from forebay.rollout import Status
 from forebay.storage.base import (
     Arrival,
     Claim,
@@ -40,7 +41,6 @@ from forebay.storage.base import (
     Storage,
     Usage,
 )
-from forebay.threads import see_through
 
 __all__ = ["RayStorage"]
 

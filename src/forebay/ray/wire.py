@@ -15,12 +15,12 @@ import msgspec
 import numpy as np
 
 from forebay import errors
-from forebay.codec import decode_group, encode_parts
+from forebay.codec.frame import decode_group, encode_parts
+from forebay.core.ledger import Event, Watermark
+from forebay.core.policy import Order
+from forebay.core.record import Facts, Record, Row, Tags
+from forebay.core.rollout import Group, Status
 from forebay.errors import DamagedData, ForebayError, StorageError
-from forebay.ledger import Event, Watermark
-from forebay.policy import Order
-from forebay.record import Facts, Record, Row, Tags
-from forebay.rollout import Group, Status
 from forebay.storage.base import Arrival, Content, Revision
 
 __all__ = [

@@ -38,15 +38,15 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import msgspec
 
-from forebay.ledger import Account, Event, GroupEnd, LedgerLine, Place, Watermark, arrival_tokens
-from forebay.policy import ARRIVAL, Choose, Order
-from forebay.query import Node
-from forebay.record import Facts, Record, Row, Tags
-from forebay.rollout import Group, Status
-from forebay.staleness import Floors
+from forebay.core.ledger import Account, Event, GroupEnd, LedgerLine, Place, Watermark, arrival_tokens
+from forebay.core.policy import ARRIVAL, Choose, Order
+from forebay.core.query import Node
+from forebay.core.record import Facts, Record, Row, Tags
+from forebay.core.rollout import Group, Status
+from forebay.core.staleness import Floors
 
 if TYPE_CHECKING:
-    from forebay.storage.calls import Answered
+    from forebay.storage.idempotency import Answered
 
 __all__ = [
     "EXPECT_GROUP_BYTES",

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from forebay.buffer import ReplayBuffer
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.lease import Lease
+from forebay.core.ledger import GroupEnd, Place
+from forebay.core.policy import ReplayPolicy, StalenessReplayPolicy
+from forebay.core.rollout import RolloutState, Status
 from forebay.errors import BufferClosed, DuplicateGroup, InvalidInput, LostLease, WaitTimeout
-from forebay.lease import Lease
-from forebay.ledger import GroupEnd, Place
-from forebay.policy import ReplayPolicy, StalenessReplayPolicy
-from forebay.rollout import RolloutState, Status
 from forebay.storage.base import Storage
 
 __all__ = ["BufferMachine", "machine_for"]

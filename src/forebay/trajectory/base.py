@@ -17,9 +17,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from forebay.checks import whole_number
+from forebay.checkpoint.files import FileOps
+from forebay.core.validate import whole_number
 from forebay.errors import BufferClosed, ForebayError, InvalidConfig, InvalidInput, StorageError, StorageVanished
-from forebay.files import FileOps
 from forebay.trajectory.data import Trajectory
 from forebay.trajectory.gather import Gatherer
 from forebay.trajectory.listing import Listing, SegmentRows

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.checks import whole_number
+from forebay.core.validate import whole_number
 from forebay.errors import InvalidConfig, InvalidInput, WaitTimeout
 from forebay.trajectory.gather import Batch, Gatherer
 from forebay.trajectory.saving import SavingBuffer

@@ -28,9 +28,8 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from forebay.errors import CheckpointError, DamagedData, InvalidInput
-from forebay.files import FileOps
-from forebay.publish import (
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import (
     MANIFEST,
     MANIFEST_LEFTOVER,
     UNREADABLE,
@@ -41,6 +40,7 @@ from forebay.publish import (
     open_published,
     read_manifest,
 )
+from forebay.errors import CheckpointError, DamagedData, InvalidInput
 from forebay.trajectory.catalogue import FORMAT, NAME
 from forebay.trajectory.listing import ROW, Listing, SegmentRows
 from forebay.trajectory.schema import Layout, Schema, check_names

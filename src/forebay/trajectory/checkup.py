@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import MANIFEST
 from forebay.doctor import Finding, Level
 from forebay.errors import CheckpointError, DamagedData, InvalidInput, InvalidTrajectory, StorageError
-from forebay.files import FileOps
-from forebay.publish import MANIFEST
 from forebay.storage.sqlite.place import holder_of
 from forebay.trajectory.catalogue import NAME, Catalogue
 from forebay.trajectory.checkpoint import (

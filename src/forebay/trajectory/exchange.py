@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from forebay.checkpoint.files import FileOps
 from forebay.errors import DamagedData, InvalidInput, InvalidTrajectory
-from forebay.files import FileOps
 from forebay.trajectory.checkpoint import (
     MAIN,
     PartSource,

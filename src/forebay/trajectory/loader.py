@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from forebay.checks import whole_number
+from forebay.core.validate import whole_number
 from forebay.errors import InvalidConfig
 
 __all__ = ["TrajectoryDataset"]

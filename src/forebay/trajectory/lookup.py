@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from forebay.checkpoint.files import FileOps
 from forebay.errors import InvalidInput
-from forebay.files import FileOps
 from forebay.trajectory.checkpoint import MAIN, Contents, find_directories, open_contents
 from forebay.trajectory.data import Trajectory
 from forebay.trajectory.exchange import rlinf_directories

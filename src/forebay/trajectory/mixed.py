@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.checks import whole_number
+from forebay.core.validate import whole_number
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput
 from forebay.manager.allocation import Credits, allocate, load_credits, save_credits
 from forebay.trajectory.buffer import TrajectoryReplayBuffer

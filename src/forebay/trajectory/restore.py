@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from forebay.checks import whole_number
+from forebay.checkpoint.files import FileOps
+from forebay.core.validate import whole_number
 from forebay.errors import DamagedData, InvalidInput
-from forebay.files import FileOps
 from forebay.trajectory.checkpoint import Contents, check_same_schema, find_directories, open_contents
 from forebay.trajectory.listing import Listing
 from forebay.trajectory.schema import Layout

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import MANIFEST
 from forebay.errors import DamagedData, InvalidConfig, StorageError, StorageVanished
-from forebay.files import FileOps
-from forebay.publish import MANIFEST
 from forebay.storage.sqlite.place import ProcessLock, check_file_system
 from forebay.trajectory.catalogue import NAME, Catalogue
 from forebay.trajectory.listing import Listing, SegmentRows

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from forebay.dtypes import BFLOAT16
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import MANIFEST
+from forebay.core.dtypes import BFLOAT16
 from forebay.errors import InvalidInput
-from forebay.files import FileOps
-from forebay.publish import MANIFEST
 from forebay.trajectory.checkpoint import (
     MAIN,
     Contents,

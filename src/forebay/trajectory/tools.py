@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.checks import whole_number
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import MANIFEST, MANIFEST_LEFTOVER, doing, read_manifest
+from forebay.core.validate import whole_number
 from forebay.errors import CheckpointError, DamagedData, ForebayError, InvalidInput
-from forebay.files import FileOps
-from forebay.publish import MANIFEST, MANIFEST_LEFTOVER, doing, read_manifest
 from forebay.trajectory.catalogue import NAME, Catalogue
 from forebay.trajectory.checkpoint import MAIN, Contents, PartSource, leftovers, open_contents, write_checkpoint
 from forebay.trajectory.joining import Joined, Piece, Sources, check_names, common_schema, fill_values, is_dropped, join

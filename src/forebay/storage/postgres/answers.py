@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import asyncpg
 
-from forebay.record import Row
-from forebay.storage.calls import CALL, Call, Handed, Kept, claimed_rows, decode_kept, encode_kept, is_held
+from forebay.core.record import Row
+from forebay.storage.idempotency import CALL, Call, Handed, Kept, claimed_rows, decode_kept, encode_kept, is_held
 from forebay.storage.postgres.claiming import Reading, undo_claim
 from forebay.storage.postgres.connections import Step, Work
 from forebay.storage.postgres.rows import RECORD, read_record, to_text

@@ -12,18 +12,18 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from forebay.capacity import MAX_SIZES, check_room, reservation, reserved_after, response_size
-from forebay.codec import encode_group
+from forebay.codec.frame import encode_group
+from forebay.core.capacity import MAX_SIZES, check_room, reservation, reserved_after, response_size
+from forebay.core.ledger import End, Event, Place, arrival_event, check_move
+from forebay.core.record import Record, group_end, identify
 from forebay.errors import CursorMoved, DuplicateGroup, LostLease
-from forebay.ledger import End, Event, Place, arrival_event, check_move
-from forebay.record import Record, group_end, identify
 from forebay.storage.base import Arrival, Content, Settings, Usage
-from forebay.storage.contents import new_record
 from forebay.storage.postgres.connections import Step
 from forebay.storage.postgres.leaving import end_records
 from forebay.storage.postgres.rows import COLUMNS, RECORD_OF_G, RESERVED_AFTER, content_arrays, read_record, to_text
 from forebay.storage.postgres.schema import advisory_key
 from forebay.storage.postgres.tally import ADD_TALLY, Tally
+from forebay.storage.rules import new_record
 
 __all__ = ["Frames", "Newcomers", "hold_room", "issue", "put", "put_new"]
 

@@ -13,16 +13,16 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from forebay.codec import encode_group
+from forebay.codec.frame import encode_group
+from forebay.core.ledger import End, Event, Place, check_move, take_event
+from forebay.core.policy import ARRIVAL, CHOICE_ROWS, Order, checked_choice
+from forebay.core.record import Record, Row, group_end
+from forebay.core.rollout import Status
+from forebay.core.staleness import EXPIRABLE
 from forebay.errors import DamagedData, UnreadableData
-from forebay.ledger import End, Event, Place, check_move, take_event
-from forebay.policy import ARRIVAL, CHOICE_ROWS, Order, checked_choice
-from forebay.record import Record, Row, group_end
-from forebay.rollout import Status
-from forebay.staleness import EXPIRABLE
 from forebay.storage.base import Claim, Claimed, Purpose, Settings
-from forebay.storage.calls import Handed, taken_for_good
-from forebay.storage.local import claim_event
+from forebay.storage.idempotency import Handed, taken_for_good
+from forebay.storage.local.engine import claim_event
 from forebay.storage.postgres.connections import Step
 from forebay.storage.postgres.leaving import archive
 from forebay.storage.postgres.rows import COLUMNS, RECORD, read_record, read_row, record_values, to_text

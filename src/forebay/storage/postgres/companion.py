@@ -20,10 +20,10 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
+from forebay.core.aio import in_thread
 from forebay.errors import ForebayError
 from forebay.storage.postgres.rows import from_text, to_text
 from forebay.storage.postgres.transactions import LOST
-from forebay.threads import in_thread
 
 __all__ = ["EVERYTHING", "Companion"]
 

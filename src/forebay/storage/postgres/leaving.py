@@ -11,11 +11,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from forebay.codec import decode_end
+from forebay.codec.frame import decode_end
+from forebay.core.ledger import End, Event, GroupEnd, Place, check_move, rewound_watermark
+from forebay.core.query import Node
+from forebay.core.record import Record, group_end
 from forebay.errors import LostLease
-from forebay.ledger import End, Event, GroupEnd, Place, check_move, rewound_watermark
-from forebay.query import Node
-from forebay.record import Record, group_end
 from forebay.storage.base import Revision, Settings
 from forebay.storage.postgres import watermarks
 from forebay.storage.postgres.connections import Step

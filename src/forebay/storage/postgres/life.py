@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
-from forebay.ledger import Account, LedgerLine
-from forebay.query import Node
-from forebay.record import Record
-from forebay.rollout import Status
+from forebay.core.ledger import Account, LedgerLine
+from forebay.core.query import Node
+from forebay.core.record import Record
+from forebay.core.rollout import Status
 from forebay.storage.base import Holding, Listener, Reaped, Settings, Storage, Usage
 from forebay.storage.postgres import arriving, looking, owners
 from forebay.storage.postgres.companion import EVERYTHING, Companion

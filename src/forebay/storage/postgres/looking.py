@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
-from forebay.ledger import Account, End, LedgerLine, Place, close_line
-from forebay.query import Node
-from forebay.record import Record
-from forebay.rollout import Status
-from forebay.staleness import EXPIRABLE
+from forebay.core.ledger import Account, End, LedgerLine, Place, close_line
+from forebay.core.query import Node
+from forebay.core.record import Record
+from forebay.core.rollout import Status
+from forebay.core.staleness import EXPIRABLE
 from forebay.storage.base import Holding, Usage
 from forebay.storage.postgres import watermarks
 from forebay.storage.postgres.rows import RECORD, RECORD_OF_G, from_text, read_record, to_text

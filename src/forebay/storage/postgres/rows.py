@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from forebay.codec import decode_group
+from forebay.codec.frame import decode_group
+from forebay.core.ledger import Place
+from forebay.core.record import NO_TAGS, Record, Row, Scalar, SessionIds, Tags, identify, number_rollouts
+from forebay.core.rollout import Status
 from forebay.errors import DamagedData, InvalidInput
-from forebay.ledger import Place
-from forebay.record import NO_TAGS, Record, Row, Scalar, SessionIds, Tags, identify, number_rollouts
-from forebay.rollout import Status
 from forebay.storage.base import Content
 
 __all__ = [

@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 
+from forebay.core.policy import Order
+from forebay.core.rollout import Status
 from forebay.errors import InvalidConfig
-from forebay.policy import Order
-from forebay.rollout import Status
 from forebay.storage.base import Settings
 from forebay.storage.postgres.transactions import transaction
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from forebay.core.query import And, Compare, Constant, Member, Node, Not, Or
+from forebay.core.record import Scalar
 from forebay.errors import InvalidInput, InvalidQuery
-from forebay.query import And, Compare, Constant, Member, Node, Not, Or
-from forebay.record import Scalar
 from forebay.storage.postgres.rows import exact_number, to_text
 
 __all__ = ["condition"]

@@ -15,14 +15,25 @@ from typing import Any, TypeVar
 
 import asyncpg
 
-from forebay.codec import encode_group
+from forebay.codec.frame import encode_group
+from forebay.core.ledger import Account, Event, GroupEnd, Watermark
+from forebay.core.query import Node
+from forebay.core.record import Record, Row
+from forebay.core.rollout import Status
 from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, LostLease, NoRoom
-from forebay.ledger import Account, Event, GroupEnd, Watermark
-from forebay.query import Node
-from forebay.record import Record, Row
-from forebay.rollout import Status
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Revision, Snapshot
-from forebay.storage.calls import CALL, Answered, Applied, Call, Counted, Done, Handed, Stored, claimed_rows, value_of
+from forebay.storage.idempotency import (
+    CALL,
+    Answered,
+    Applied,
+    Call,
+    Counted,
+    Done,
+    Handed,
+    Stored,
+    claimed_rows,
+    value_of,
+)
 from forebay.storage.postgres import answers, arriving, claiming, leaving, looking, streams
 from forebay.storage.postgres import watermarks as marks
 from forebay.storage.postgres.connections import Step

@@ -15,11 +15,11 @@ from typing import Any
 
 import asyncpg
 
-from forebay.codec import encode_group
+from forebay.codec.frame import encode_group
+from forebay.core.ledger import Account, Place, check_closed
+from forebay.core.record import Record, Row
+from forebay.core.rollout import group_status
 from forebay.errors import DamagedData, InvalidInput, StorageUnavailable
-from forebay.ledger import Account, Place, check_closed
-from forebay.record import Record, Row
-from forebay.rollout import group_status
 from forebay.storage.postgres import watermarks
 from forebay.storage.postgres.connections import Connections, Step
 from forebay.storage.postgres.rows import COLUMNS, RECORD_OF_G, read_record, read_row, record_values, to_text

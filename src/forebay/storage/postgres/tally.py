@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from forebay.codec import encode_end
-from forebay.ledger import MAX_REASONS, OTHER_REASONS, Account, End, GroupEnd, Place
-from forebay.record import Record
+from forebay.codec.frame import encode_end
+from forebay.core.ledger import MAX_REASONS, OTHER_REASONS, Account, End, GroupEnd, Place
+from forebay.core.record import Record
 from forebay.storage.postgres.rows import to_text
 from forebay.storage.postgres.schema import SHARDS, TALLY_COLUMNS
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from forebay.ledger import Watermark
-from forebay.staleness import Limits
+from forebay.core.ledger import Watermark
+from forebay.core.staleness import Limits
 from forebay.storage.postgres.connections import Step
 from forebay.storage.postgres.rows import from_text, to_text
 

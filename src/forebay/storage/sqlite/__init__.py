@@ -18,13 +18,14 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Se
 
 from msgspec.structs import replace
 
-from forebay.codec import decode_account, decode_group, encode_account, encode_group
+from forebay.codec.frame import decode_account, decode_group, encode_account, encode_group
+from forebay.core.aio import in_thread
+from forebay.core.ledger import Account, Place
+from forebay.core.record import Record, Row, identify, number_rollouts
+from forebay.core.rollout import Group
 from forebay.errors import DamagedData, InvalidInput, UnreadableData
-from forebay.ledger import Account, Place
-from forebay.record import Record, Row, identify, number_rollouts
-from forebay.rollout import Group
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision, Snapshot
-from forebay.storage.calls import (
+from forebay.storage.idempotency import (
     CALL,
     Answered,
     Call,
@@ -36,8 +37,8 @@ from forebay.storage.calls import (
     taken_for_good,
     value_of,
 )
-from forebay.storage.local import LocalStorage
-from forebay.storage.local_base import check_stream_end, check_stream_row
+from forebay.storage.local.base import check_stream_end, check_stream_row
+from forebay.storage.local.engine import LocalStorage
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.journal import JournalTable, payload_of
 from forebay.storage.sqlite.life import SQLiteLife
@@ -52,7 +53,6 @@ from forebay.storage.sqlite.statements import (
     restored,
     retracting,
 )
-from forebay.threads import in_thread
 
 __all__ = ["SQLiteStorage"]
 

@@ -12,10 +12,10 @@ from typing import Any, cast
 
 import msgspec
 
-from forebay.policy import Order
-from forebay.record import Record, Row
-from forebay.rollout import Group
-from forebay.storage.memory import MemoryTable
+from forebay.core.policy import Order
+from forebay.core.record import Record, Row
+from forebay.core.rollout import Group
+from forebay.storage.local.memory import MemoryTable
 
 __all__ = ["Journal", "JournalTable", "State", "payload_of"]
 

@@ -17,20 +17,20 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from forebay.codec import decode_account, decode_end, encode_account, encode_end
+from forebay.codec.frame import decode_account, decode_end, encode_account, encode_end
+from forebay.core.aio import in_thread, see_through
+from forebay.core.ledger import GroupEnd, Place
+from forebay.core.policy import Order
 from forebay.errors import BufferClosed, DamagedData, InvalidConfig, StorageError
-from forebay.ledger import GroupEnd, Place
-from forebay.policy import Order
 from forebay.storage.base import Settings
-from forebay.storage.calls import CALL, Kept
-from forebay.storage.local import LocalStorage
+from forebay.storage.idempotency import CALL, Kept
+from forebay.storage.local.engine import LocalStorage
+from forebay.storage.local.table import Table
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.journal import Journal, JournalTable, State
 from forebay.storage.sqlite.place import ProcessLock, check_file_system
 from forebay.storage.sqlite.statements import emptied, in_turn, remembering, writing
 from forebay.storage.sqlite.writer import Writer
-from forebay.storage.table import Table
-from forebay.threads import in_thread, see_through
 
 __all__ = ["SQLiteLife"]
 

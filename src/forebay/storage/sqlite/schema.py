@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
+from forebay.core.record import Record
+from forebay.core.rollout import Group
 from forebay.errors import DamagedData, UnreadableData
-from forebay.record import Record
-from forebay.rollout import Group
 
 __all__ = ["COLUMNS", "SCHEMA_VERSION", "create", "record_of", "summary_of", "upsert_sql", "values_of"]
 

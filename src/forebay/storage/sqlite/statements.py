@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from forebay.storage.calls import Call, Handed, Kept, encode_kept
+from forebay.storage.idempotency import Call, Handed, Kept, encode_kept
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.journal import Journal
 

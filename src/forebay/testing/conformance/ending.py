@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from forebay.ledger import End, Event, GroupEnd
-from forebay.query import parse
-from forebay.rollout import Status
+from forebay.core.ledger import End, Event, GroupEnd
+from forebay.core.query import parse
+from forebay.core.rollout import Status
 from forebay.storage.base import Claim, Purpose, Settings
 from forebay.testing.conformance.suite import COMPLETED, ME, OTHER, Store, Suite
 from forebay.testing.samples import make_group

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from forebay.core.ledger import Event, Place, Watermark
+from forebay.core.rollout import Status
+from forebay.core.staleness import EXPIRABLE, Floors, Limits
 from forebay.errors import LostLease
-from forebay.ledger import Event, Place, Watermark
-from forebay.rollout import Status
-from forebay.staleness import EXPIRABLE, Floors, Limits
 from forebay.storage.base import Claim, Purpose, Revision, Settings
 from forebay.testing.conformance.suite import (
     ABORTED,

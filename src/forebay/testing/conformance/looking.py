@@ -8,13 +8,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from forebay.core.ledger import Event, Watermark
+from forebay.core.policy import StalenessReplayPolicy
+from forebay.core.query import parse
+from forebay.core.record import Row
+from forebay.core.rollout import Status
+from forebay.core.staleness import Limits
 from forebay.errors import DuplicateGroup, InvalidConfig, InvalidInput
-from forebay.ledger import Event, Watermark
-from forebay.policy import StalenessReplayPolicy
-from forebay.query import parse
-from forebay.record import Row
-from forebay.rollout import Status
-from forebay.staleness import Limits
 from forebay.storage.base import Revision, Settings
 from forebay.testing.conformance.suite import EXPIRED, ME, OTHER, Store, Suite, arrival, content, raises, uids
 from forebay.testing.samples import make_group

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from forebay.core.ledger import Place
+from forebay.core.policy import StalenessReplayPolicy
+from forebay.core.rollout import Status
 from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, LostLease
-from forebay.ledger import Place
-from forebay.policy import StalenessReplayPolicy
-from forebay.rollout import Status
 from forebay.storage.base import Purpose, Settings
 from forebay.testing.conformance.suite import (
     ABORTED,

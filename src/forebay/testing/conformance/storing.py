@@ -8,13 +8,19 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
+from forebay.core.ledger import Place, Watermark
+from forebay.core.policy import (
+    CHOICE_ROWS,
+    FreshestReplayPolicy,
+    PriorityReplayPolicy,
+    ReplayPolicy,
+    StalenessReplayPolicy,
+)
+from forebay.core.query import parse
+from forebay.core.record import Record
+from forebay.core.rollout import Status
+from forebay.core.staleness import Limits
 from forebay.errors import DuplicateGroup, NoRoom, PolicyError
-from forebay.ledger import Place, Watermark
-from forebay.policy import CHOICE_ROWS, FreshestReplayPolicy, PriorityReplayPolicy, ReplayPolicy, StalenessReplayPolicy
-from forebay.query import parse
-from forebay.record import Record
-from forebay.rollout import Status
-from forebay.staleness import Limits
 from forebay.storage.base import Claim, Purpose, Revision
 from forebay.testing.conformance.suite import ABORTED, COMPLETED, ME, Store, Suite, content, raises, uids
 from forebay.testing.samples import make_group

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from forebay.policy import FIFOReplayPolicy, ReplayPolicy
-from forebay.query import parse
-from forebay.record import Record, Row, Tags, describe
-from forebay.rollout import RolloutState, Status
+from forebay.core.policy import FIFOReplayPolicy, ReplayPolicy
+from forebay.core.query import parse
+from forebay.core.record import Record, Row, Tags, describe
+from forebay.core.rollout import RolloutState, Status
 from forebay.storage.base import Arrival, Claim, Content, Purpose, Settings, Storage
 from forebay.testing.samples import make_group
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from forebay.core.ledger import Event, Place
+from forebay.core.policy import StalenessReplayPolicy
+from forebay.core.rollout import Status
 from forebay.errors import LostLease
-from forebay.ledger import Event, Place
-from forebay.policy import StalenessReplayPolicy
-from forebay.rollout import Status
 from forebay.storage.base import Claim, Claimed, Purpose
 from forebay.testing.conformance.suite import ABORTED, COMPLETED, EXPIRED, INIT, ME, OTHER, Store, Suite, raises, uids
 from forebay.testing.samples import make_group

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from forebay.buffer import ReplayBuffer
-from forebay.ledger import LedgerLine
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.core.ledger import LedgerLine
+from forebay.core.rollout import Status, versioned_tokens
+from forebay.core.staleness import group_staleness
 from forebay.produce.strategy import ProduceStrategy
-from forebay.rollout import Status, versioned_tokens
-from forebay.sampler import Sampler, SamplerWithReplayBuffer
-from forebay.staleness import group_staleness
+from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
 from forebay.testing.simulate.engine import SimulatedEngine
 
 __all__ = ["StepReport", "TrainingReport", "check_ledger", "check_nothing_lost", "train"]

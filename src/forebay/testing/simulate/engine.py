@@ -25,10 +25,10 @@ import msgspec
 import numpy as np
 
 from forebay.agent_loop.base import AgentLoop
-from forebay.checks import whole_number
+from forebay.core.rollout import RolloutState, Status, TokenColumn, VersionSpans, finish_status
+from forebay.core.staleness import stamp
+from forebay.core.validate import whole_number
 from forebay.errors import EngineError, InvalidConfig
-from forebay.rollout import RolloutState, Status, TokenColumn, VersionSpans, finish_status
-from forebay.staleness import stamp
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

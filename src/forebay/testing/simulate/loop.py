@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from forebay.checks import whole_number
+from forebay.core.validate import whole_number
 from forebay.errors import ForebayError, InvalidInput
 
 __all__ = ["NotSimulated", "SimulatedLoop", "SimulationLimit", "SimulationStuck", "run"]

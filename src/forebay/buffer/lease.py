@@ -1,0 +1,222 @@
+"""A lease: groups handed to a trainer that come back unless it confirms that it trained on them (G5).
+
+    async with buffer.lease_batch({"math": 64}, train_step=7) as lease:
+        train(lease.groups)
+    # acknowledged here; given back if train() raised
+
+A lease knows only ids; the storage decides whether they are still held.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from forebay.core.aio import see_through
+from forebay.core.ledger import Event
+from forebay.core.rollout import RolloutState
+from forebay.core.validate import checked_reason, whole_number
+from forebay.errors import BufferClosed, InvalidInput, LostLease
+
+__all__ = ["Lease", "LeaseRequest", "Request", "shard"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Settle = Callable[[str, Sequence[int], Event, str | None], Awaitable[None]]
+
+
+class Lease:
+    """Groups of one batch, held for one train step until `ack`, `nack` or the end of the process.
+
+    The samples are shallow copies with read-only arrays: assigning their fields changes nothing in the buffer.
+    """
+
+    def __init__(
+        self,
+        lease_id: str,
+        train_step: int,
+        groups_by_task: dict[str, list[list[RolloutState]]],
+        uids: dict[tuple[str, int], int],
+        settle: Settle,
+    ) -> None:
+        """`on_ack(began)` is called with True before it is acknowledged, and with False when that failed.
+
+        `patiently(call)` makes a call of the storage; a manager's repeats one that finds the storage away.
+        """
+        self.on_ack: Callable[[bool], None] | None = None
+        self.patiently: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] = lambda call: call()
+        self.id = lease_id
+        self.train_step = train_step
+        self.groups_by_task = groups_by_task
+        self._uids = uids
+        self._settle = settle
+        self._settled: Event | None = None
+
+    def __repr__(self) -> str:
+        state = "held" if self._settled is None else self._settled.name.lower()
+        return f"<Lease {self.id} for train step {self.train_step}: {len(self.groups)} groups, {state}>"
+
+    @property
+    def groups(self) -> list[list[RolloutState]]:
+        """The groups of all tasks, task after task."""
+        return [group for groups in self.groups_by_task.values() for group in groups]
+
+    @property
+    def open(self) -> bool:
+        """Whether it was neither acknowledged nor given back yet."""
+        return self._settled is None
+
+    async def ack(self) -> None:
+        """The trainer trained on these groups: they leave for good. LostLease if they were taken away."""
+        await self._settle_all(Event.ACKED)
+
+    async def nack(self) -> None:
+        """Give the groups back, to their old place in the order."""
+        await self._settle_all(Event.NACKED)
+
+    async def _settle_all(self, event: Event) -> None:
+        if self._settled is event:
+            return
+        if self._settled is not None:
+            raise LostLease(f"{self!r}: it was settled already, and cannot be {event.name.lower()} now")
+        watched = self.on_ack if event is Event.ACKED else None
+        if watched is not None:
+            watched(True)
+        try:
+            await self.patiently(lambda: self._settle(self.id, list(self._uids.values()), event, None))
+        except BaseException:
+            if watched is not None:
+                watched(False)
+            raise
+        self._settled = event
+
+    def shard(self, rank: int, world_size: int) -> list[list[RolloutState]]:
+        """Whole groups for one trainer rank; see `shard`."""
+        return shard(self.groups, rank, world_size)
+
+    async def reject(self, groups: Sequence[Sequence[RolloutState]], reason: str) -> None:
+        """These groups are of no use: they leave as discarded, for this reason; the others stay leased."""
+        checked_reason(reason)
+        if self._settled is not None:
+            raise LostLease(f"{self!r}: it was settled already, and nothing of it can be rejected now")
+        chosen: dict[tuple[str, int], int] = {}
+        for group in groups:
+            first = group[0] if isinstance(group, (list, tuple)) and group else None
+            identity = (first.task_name or "", first.group_id or 0) if isinstance(first, RolloutState) else None
+            if identity is None or identity not in self._uids:
+                raise InvalidInput(
+                    f"{group!r:.80} is not a group of {self!r}; expected a list of groups as they were handed out"
+                )
+            chosen[identity] = self._uids[identity]
+        await self._settle(self.id, list(chosen.values()), Event.REJECTED, reason)
+        for identity in chosen:
+            del self._uids[identity]
+        for task_name, held in self.groups_by_task.items():
+            self.groups_by_task[task_name] = [group for group in held if (task_name, group[0].group_id) not in chosen]
+
+    async def settle_on_exit(self, error: BaseException | None) -> None:
+        """What leaving a `with` block does: acknowledge, or give back if the block raised."""
+        # Seen through: a cancel that arrives now must not leave the groups leased with nobody to settle them.
+        settling = asyncio.ensure_future(self.ack() if error is None else self.nack())
+        cancelled = await see_through(settling)
+        failure = settling.exception()
+        if failure is not None and error is None:
+            raise failure
+        if failure is not None and not isinstance(failure, (LostLease, BufferClosed)):
+            raise failure
+        if failure is not None:  # the block's own error matters more
+            log.warning("lease_lost lease=%s %s", self.id, failure)
+        if cancelled is not None:
+            raise cancelled
+
+
+def shard(groups: Sequence[list[RolloutState]], rank: int, world_size: int) -> list[list[RolloutState]]:
+    """The groups of one rank out of `world_size`: every group on one rank, numbers equal to one, balanced by tokens.
+
+    Largest first, each to the rank that has the fewest tokens and still a place; every rank computes the same. The
+    order within a rank is that of the batch.
+    """
+    whole_number("world_size", world_size, least=1)
+    if whole_number("rank", rank, least=0) >= world_size:
+        raise InvalidInput(f"rank is {rank} of world_size {world_size}; expected 0 to {world_size - 1}")
+    places = [len(groups) // world_size + (index < len(groups) % world_size) for index in range(world_size)]
+    free = [(0, taker) for taker in range(world_size) if places[taker]]  # a heap: the fewest tokens first
+    chosen: list[int] = []
+    sizes = [sum(state.num_tokens for state in group) for group in groups]
+    for index in sorted(range(len(groups)), key=lambda index: (-sizes[index], index)):
+        load, taker = heapq.heappop(free)
+        places[taker] -= 1
+        if places[taker]:
+            heapq.heappush(free, (load + sizes[index], taker))
+        if taker == rank:
+            chosen.append(index)
+    return [groups[index] for index in sorted(chosen)]
+
+
+class Request(Coroutine[Any, Any, T]):
+    """A batch that was asked for, and is granted when this is awaited or entered with `async with`; once.
+
+    It is a coroutine, so `asyncio.run`, `create_task`, `gather` and `wait_for` take it; one that is never awaited costs
+    nothing. Leaving the `async with` block settles the lease.
+    """
+
+    def __init__(self, grant: Callable[[], Awaitable[T]]) -> None:
+        self._grant = grant
+        self._used = False
+        self._running: Coroutine[Any, Any, T] | None = None
+        self._entered: T | None = None
+
+    def _lease_of(self, granted: T) -> Lease | None:
+        """The lease that leaving the block settles."""
+        raise NotImplementedError
+
+    async def _awaited(self) -> T:
+        """What `await` gives."""
+        return await self._granted()
+
+    async def _granted(self) -> T:
+        if self._used:
+            raise InvalidInput("this batch was asked for already; call again for another one")
+        self._used = True
+        return await self._grant()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._awaited().__await__()
+
+    def send(self, value: Any) -> Any:
+        return self._started().send(value)
+
+    def throw(self, *error: Any) -> Any:
+        return self._started().throw(*error)
+
+    def close(self) -> None:
+        if self._running is not None:
+            self._running.close()
+
+    def _started(self) -> Coroutine[Any, Any, T]:
+        if self._running is None:
+            self._running = self._awaited()
+        return self._running
+
+    async def __aenter__(self) -> T:
+        self._entered = await self._granted()
+        return self._entered
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        lease = None if self._entered is None else self._lease_of(self._entered)
+        if lease is not None and lease.open:
+            await lease.settle_on_exit(error)
+
+
+class LeaseRequest(Request[Lease]):
+    """What `lease_batch` returns: await it for a lease, or enter it as an async context manager."""
+
+    def _lease_of(self, granted: Lease) -> Lease | None:
+        return granted

@@ -1,0 +1,1 @@
+"""Directories whose manifest is the commit point: a reader sees the old checkpoint or the new one, complete."""

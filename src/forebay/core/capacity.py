@@ -1,0 +1,120 @@
+"""How much room a buffer has, and how much of it a group that is being generated will need.
+
+Room is reserved when a group is issued: the bytes of its prompt, and for every member the 99th percentile of the size
+of a response, as the groups of its task showed it. The reservation is part of the group's record and gives way to the
+true size when the group is back. So what is held exceeds `max_bytes` by at most what groups grow beyond their
+reservations. Pure: storages keep the sizes by task (`Account.sizes`) and ask here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from forebay.core.ledger import Event, take_event
+from forebay.core.record import Facts
+from forebay.core.rollout import Status
+from forebay.errors import NoRoom
+
+if TYPE_CHECKING:
+    from forebay.storage.base import Settings, Usage
+
+__all__ = [
+    "MAX_SIZES",
+    "check_room",
+    "fits",
+    "note_size",
+    "reservation",
+    "reserved_after",
+    "response_size",
+    "response_size_p99",
+]
+
+Sizes = Mapping[int, int]
+
+MAX_SIZES = 1_024
+"""Responses that are remembered before the older half of them counts half: the sizes follow a run that changes."""
+
+
+def response_size(facts: Facts) -> int | None:
+    """The size of one response of a group, averaged over its members and rounded up; None if it has none.
+
+    Rounded to one of four sizes for every power of two: at most a quarter too large, never too small.
+    """
+    if facts.status not in (Status.COMPLETED, Status.FILTERED):
+        return None
+    size = -(-facts.response_bytes // facts.samples)
+    return rounded_up(size)
+
+
+def rounded_up(size: int) -> int:
+    """The next of four sizes for every power of two.
+
+    >>> [rounded_up(size) for size in (0, 7, 9, 1_000, 1_025)]
+    [0, 7, 10, 1024, 1280]
+    """
+    shift = max(0, size.bit_length() - 3)
+    return -(-size >> shift) << shift
+
+
+def note_size(sizes: dict[int, int], size: int) -> None:
+    """Count one more response of a rounded size."""
+    sizes[size] = sizes.get(size, 0) + 1
+    if sum(sizes.values()) >= MAX_SIZES:
+        kept = {known: count // 2 for known, count in sizes.items() if count > 1}
+        sizes.clear()
+        sizes.update(kept)
+
+
+def response_size_p99(sizes: Sizes) -> int | None:
+    """The 99th percentile of the responses seen; None before the first one.
+
+    >>> response_size_p99({10: 990, 5_120: 10}), response_size_p99({10: 989, 5_120: 11}), response_size_p99({})
+    (10, 5120, None)
+    """
+    above = sum(sizes.values()) // 100
+    for size in sorted(sizes, reverse=True):
+        above -= sizes[size]
+        if above < 0:
+            return size
+    return None
+
+
+def reservation(facts: Facts, sizes: Sizes, settings: Settings) -> int:
+    """The bytes that are reserved for a prompt when it is issued.
+
+    A single group always fits into an empty buffer: its reservation is at most the whole of it.
+    """
+    if settings.max_bytes is None:
+        return 0
+    response = response_size_p99(sizes)
+    grows = settings.expect_group_bytes if response is None else facts.samples * response
+    return max(facts.bytes, min(facts.bytes - facts.response_bytes + grows, settings.max_bytes))
+
+
+def reserved_after(reserved_bytes: int, facts: Facts) -> int:
+    """The reservation of a group that is stored again.
+
+    What is still to be generated keeps it. Otherwise the true size is its reservation from then on: should the group
+    expire, the room to generate it again is still there.
+    """
+    return reserved_bytes if take_event(facts.status) is Event.REDRAWN else facts.bytes
+
+
+def fits(usage: Usage, settings: Settings, groups: int, size: int) -> bool:
+    """Whether so many more groups, of so many bytes together, fit."""
+    max_groups, max_bytes = settings.max_groups, settings.max_bytes
+    return (max_groups is None or usage.groups + groups <= max_groups) and (
+        max_bytes is None or usage.bytes + usage.reserved + size <= max_bytes
+    )
+
+
+def check_room(usage: Usage, settings: Settings, groups: int, size: int) -> None:
+    """NoRoom unless so many more groups, of so many bytes together, fit."""
+    if not fits(usage, settings, groups, size):
+        raise NoRoom(
+            f"no room for {groups} more groups of {size:,} bytes beside {usage.groups} groups of {usage.bytes:,} bytes "
+            f"and {usage.reserved:,} reserved (max_groups={settings.max_groups}, max_bytes={settings.max_bytes})",
+            groups,
+            size,
+        )

@@ -1,0 +1,255 @@
+"""Where a group can be, how it can end, and which moves between them are legal.
+
+The ledger is closed (guarantee G1): per task, `issued` equals the groups in flight, buffered and leased plus
+those that ended as trained, filtered, failed or discarded. In tokens the same holds with one more exit, `reset`: tokens
+that were thrown away while their group stayed. This file is the table of moves and the account of a task; it stores no
+groups. A storage keeps the counts in step with its rows and asks here before it moves one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import msgspec
+
+from forebay.core.rollout import Status
+from forebay.core.staleness import Floors, Limits
+from forebay.errors import InvalidInput
+
+__all__ = [
+    "MAX_REASONS",
+    "MOVES",
+    "OTHER_REASONS",
+    "Account",
+    "End",
+    "Event",
+    "GroupEnd",
+    "LedgerLine",
+    "Place",
+    "Watermark",
+    "arrival_event",
+    "arrival_tokens",
+    "check_closed",
+    "check_move",
+    "close_line",
+    "kept_reason",
+    "open_ledger",
+    "rewound_watermark",
+    "take_event",
+]
+
+
+class Place(enum.StrEnum):
+    """Where a group that has a row is."""
+
+    IN_FLIGHT = "in_flight"  # a producer holds it
+    BUFFERED = "buffered"
+    LEASED = "leased"  # a trainer holds it
+    ARCHIVED = "archived"  # it ended as trained and is kept to be looked at; outside every count but its end
+
+    __hash__ = str.__hash__
+
+
+class End(enum.StrEnum):
+    """How a group leaves for good."""
+
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+    DISCARDED = "discarded"
+
+    __hash__ = str.__hash__
+
+
+class Event(enum.StrEnum):
+    """What moves a group."""
+
+    DRAWN = "a prompt is drawn"
+    PUT = "a group is put by hand"
+    RETURNED = "a drawn group comes back"
+    FILTERED = "the filter rejects it"
+    SPENT = "its tries are spent"
+    STALE = "it is stale and not retryable"
+    ABANDONED = "its producer was cancelled or died"
+    LEASED = "it is leased to a trainer"
+    ACKED = "the trainer acknowledges it"
+    REJECTED = "the trainer rejects it"
+    NACKED = "the trainer gives it back, or lost its lease"
+    TAKEN = "it is taken for good"
+    REDRAWN = "it is drawn again"
+    TAKEN_FAILED = "it was put by hand as failed, and is taken"
+    TAKEN_FILTERED = "it was put by hand as filtered, and is taken"
+    DISCARDED = "it is discarded by a query"
+    REWOUND = "the weights that were trained on it are lost"
+
+    __hash__ = str.__hash__
+
+
+Target: TypeAlias = "Place | End"
+
+MOVES: dict[Event, tuple[frozenset[Place | None], Target]] = {
+    Event.DRAWN: (frozenset({None}), Place.IN_FLIGHT),
+    Event.PUT: (frozenset({None}), Place.BUFFERED),
+    Event.RETURNED: (frozenset({Place.IN_FLIGHT}), Place.BUFFERED),
+    Event.FILTERED: (frozenset({Place.IN_FLIGHT}), End.FILTERED),
+    Event.SPENT: (frozenset({Place.IN_FLIGHT}), End.FAILED),
+    # A group put by hand can be stale on arrival: it is issued and discarded in one step.
+    Event.STALE: (frozenset({None, Place.IN_FLIGHT, Place.BUFFERED}), End.DISCARDED),
+    Event.ABANDONED: (frozenset({Place.IN_FLIGHT}), Place.BUFFERED),
+    Event.LEASED: (frozenset({Place.BUFFERED}), Place.LEASED),
+    Event.ACKED: (frozenset({Place.LEASED}), End.TRAINED),
+    Event.REJECTED: (frozenset({Place.LEASED}), End.DISCARDED),
+    Event.NACKED: (frozenset({Place.LEASED}), Place.BUFFERED),
+    Event.TAKEN: (frozenset({Place.BUFFERED}), End.TRAINED),
+    Event.REDRAWN: (frozenset({Place.BUFFERED}), Place.IN_FLIGHT),
+    Event.TAKEN_FAILED: (frozenset({Place.BUFFERED}), End.FAILED),
+    Event.TAKEN_FILTERED: (frozenset({Place.BUFFERED}), End.FILTERED),
+    Event.DISCARDED: (frozenset({Place.BUFFERED}), End.DISCARDED),
+    # The one way back from an end: durable storages archive what no saved weights were trained on yet.
+    Event.REWOUND: (frozenset({Place.ARCHIVED}), Place.BUFFERED),
+}
+"""From which places an event may move a group, and where to. None: it has no row yet."""
+
+
+def check_move(event: Event, place: Place | None) -> Target:
+    """Where `event` moves a group that is at `place`; InvalidInput if it may not."""
+    origins, target = MOVES[event]
+    if place not in origins:
+        allowed = ", ".join(sorted(str(origin) for origin in origins))
+        raise InvalidInput(f"{event.value!r} moves groups from {allowed}; this one is at {place}")
+    return target
+
+
+def take_event(status: Status) -> Event:
+    """What taking a group of this status for good, without a lease, does to it."""
+    match status:
+        case Status.INIT | Status.ABORTED | Status.EXPIRED:
+            return Event.REDRAWN
+        case Status.FAILED:
+            return Event.TAKEN_FAILED
+        case Status.FILTERED:
+            return Event.TAKEN_FILTERED
+        case _:
+            return Event.TAKEN
+
+
+def arrival_event(place: Place | None, status: Status, *, stale: bool) -> Event:
+    """What it means that a group of this status is put: by hand (no place yet), or back from its producer."""
+    if stale:
+        return Event.STALE
+    if place is None:
+        return Event.PUT
+    if status is Status.FILTERED:
+        return Event.FILTERED
+    return Event.SPENT if status is Status.FAILED else Event.RETURNED
+
+
+class Watermark(msgspec.Struct, frozen=True, gc=False):
+    """The train step that a task was last judged for, and the limits that it was judged by."""
+
+    train_step: int
+    limits: Limits
+
+    @property
+    def floors(self) -> Floors:
+        return self.limits.floors(self.train_step)
+
+
+def rewound_watermark(watermark: Watermark | None, model_step: int) -> Watermark | None:
+    """The watermark of a task whose weights go back to a model step: the next train step is the one after it."""
+    if watermark is None or watermark.train_step <= model_step + 1:
+        return watermark
+    return Watermark(model_step + 1, watermark.limits)
+
+
+OTHER_REASONS = "(other reasons)"
+MAX_REASONS = 256
+_MAX_REASON_CHARACTERS = 200
+
+
+def kept_reason(end: End, reason: str | None) -> str | None:
+    """Why a group ended, as text of a bounded length: messages may hold anything. None if it was trained."""
+    if end is End.TRAINED:
+        return None
+    text = (reason or end.value)[:_MAX_REASON_CHARACTERS]
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+class Account(msgspec.Struct, kw_only=True):
+    """What is known of a task beyond its rows: how many groups were issued, how they ended, and why."""
+
+    issued: int = 0
+    cursor: int = 0  # groups drawn from the data set; the group_id of the next one
+    next_hand_id: int = -1  # the group_id of the next group put by hand without one
+    ended: dict[End, int] = msgspec.field(default_factory=dict)
+    ended_tokens: dict[End, int] = msgspec.field(default_factory=dict)
+    reasons: dict[str, int] = msgspec.field(default_factory=dict)
+    issued_tokens: int = 0  # generated tokens that arrived with groups, counted as they arrive
+    sizes: dict[int, int] = msgspec.field(default_factory=dict)  # of responses, rounded: how many; see `capacity`
+    reset_tokens: int = 0  # of those, the ones thrown away while their group stayed: too old, or dropped by a producer
+    watermark: Watermark | None = None
+    source_state: bytes | None = None  # of the data set, as of the cursor: `fingerprint.SourceState`
+
+    def end(self, end: End, tokens: int, reason: str | None, *, groups: int = 1) -> None:
+        """Book groups out. Reasons are kept up to a number of distinct ones: messages may hold anything."""
+        kept = kept_reason(end, reason)
+        if kept is not None and kept not in self.reasons and len(self.reasons) >= MAX_REASONS:
+            kept = OTHER_REASONS
+        self.ended[end] = self.ended.get(end, 0) + groups
+        self.ended_tokens[end] = self.ended_tokens.get(end, 0) + tokens
+        if kept is not None:
+            self.reasons[kept] = self.reasons.get(kept, 0) + groups
+            if not self.reasons[kept]:
+                del self.reasons[kept]  # what was booked out was put back
+
+
+def arrival_tokens(before: int, arriving: int, kept: int) -> tuple[int, int]:
+    """The tokens that an arrival issues, and those that it resets.
+
+    `before`: in its row until now (0: it has none). `arriving`: as the producer gave it. `kept`: as it is stored.
+
+    >>> arrival_tokens(0, 10, 0), arrival_tokens(4, 10, 10), arrival_tokens(10, 3, 3)
+    ((10, 10), (6, 0), (0, 7))
+    """
+    return max(0, arriving - before), max(0, before - arriving) + arriving - kept
+
+
+class GroupEnd(msgspec.Struct, frozen=True, gc=False):
+    """A group left for good. (task_name, group_id, delivery) names the end; a durable store may tell of it twice."""
+
+    task_name: str
+    group_id: int
+    delivery: int  # how often it was leased
+    session_ids: tuple[int | str, ...]  # of the members that have one
+    end: End
+    reason: str | None  # why it was filtered, failed or discarded
+    train_step: int | None  # for which it was leased
+
+
+LedgerLine: TypeAlias = "dict[str, int]"
+
+
+def close_line(account: Account, places: dict[Place, int], *, tokens: bool = False) -> LedgerLine:
+    """The ledger of one task, in groups or in generated tokens; the latter has `reset` as well."""
+    ended = account.ended_tokens if tokens else account.ended
+    line = {str(place): places.get(place, 0) for place in (Place.IN_FLIGHT, Place.BUFFERED, Place.LEASED)}
+    line |= {str(end): ended.get(end, 0) for end in End}
+    if tokens:
+        return {"issued": account.issued_tokens, **line, "reset": account.reset_tokens}
+    return {"issued": account.issued, **line}
+
+
+def open_ledger(account: Account, places: dict[Place, int], tokens: dict[Place, int], task_name: str) -> Iterator[str]:
+    """Where the ledger of a task does not close, in groups and in tokens."""
+    for unit, line in (("groups", close_line(account, places)), ("tokens", close_line(account, tokens, tokens=True))):
+        held = sum(line.values()) - line["issued"]
+        if held != line["issued"]:
+            yield f"task {task_name!r} issued {line['issued']:,} {unit}, but {held:,} are accounted for"
+
+
+def check_closed(account: Account, places: dict[Place, int], tokens: dict[Place, int], task_name: str) -> None:
+    """InvalidInput unless the ledger of a task that is restored closes."""
+    for problem in open_ledger(account, places, tokens, task_name):
+        raise InvalidInput(f"{problem}; nothing restored")

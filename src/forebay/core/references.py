@@ -1,0 +1,278 @@
+"""References in samples: a field may hold, at any depth, the name of a value that lives elsewhere (an object of Ray's).
+
+The core knows no kind of them: whoever brings one registers how to get its value and how to put one back. Storages that
+keep samples as objects keep the references; for all others, and for checkpoints, `resolve_group` puts values in their
+place, one `Resolved` for every distinct reference, so that what k members share is written once. Nothing is ever freed
+here: a reference is dropped as any Python object is, with the row that holds it.
+
+Without a registered kind nothing here costs anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from forebay.errors import ReferenceLost
+
+if TYPE_CHECKING:
+    from forebay.core.rollout import Group, RolloutState
+
+__all__ = [
+    "FIELDS",
+    "REFERENCE_BYTES",
+    "Resolved",
+    "any_kind",
+    "as_values",
+    "is_reference",
+    "put_back",
+    "references_of",
+    "register",
+    "resolve_group",
+    "resolve_or_fail",
+    "unregister",
+    "without_references",
+]
+
+FIELDS = (
+    "message",
+    "data_source",
+    "reward_model",
+    "mm_info",
+    "tools",
+    "tool_choice",
+    "tool_calls",
+    "routed_experts",
+    "reward",
+    "extra_fields",
+    "loop_state",
+)
+"""The fields of a sample that hold data of the user's own, and therefore may hold references."""
+
+REFERENCE_BYTES = 64
+"""What a reference counts for in the size of a group; its value lies elsewhere."""
+
+_MAX_DEPTH = 64
+_LEAVES = frozenset((str, int, float, bool, type(None), bytes))
+
+
+class Kind(NamedTuple):
+    """How to deal with one type of references."""
+
+    resolve: Callable[[Any], Awaitable[Any]]
+    put: Callable[[Any], Any]
+    available: Callable[[], bool]
+
+
+_kinds: dict[type, Kind] = {}
+_as_values: ContextVar[bool] = ContextVar("as_values", default=False)
+
+
+class Resolved:
+    """The value of a reference, standing where the reference stood. Equal to itself only."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"<Resolved {type(self.value).__name__} at {id(self):#x}>"
+
+
+# --- kinds --------------------------------------------------------------------------------------------
+
+
+def register(
+    kind: type, *, resolve: Callable[[Any], Awaitable[Any]], put: Callable[[Any], Any], available: Callable[[], bool]
+) -> None:
+    """Make values of exactly this type references; they must be hashable, and equal if they mean the same value.
+
+    `resolve` waits for the value, and raises ReferenceLost if it cannot be had any more; `put` makes a reference of
+    plain data, in any thread; `available` says whether this process can do that now.
+    """
+    _kinds[kind] = Kind(resolve, put, available)
+
+
+def unregister(kind: type) -> None:
+    """Values of this type are no references any more."""
+    _kinds.pop(kind, None)
+
+
+def any_kind() -> bool:
+    """Whether there can be references at all."""
+    return bool(_kinds)
+
+
+def is_reference(value: object) -> bool:
+    """Whether a value is of a registered kind."""
+    return type(value) in _kinds
+
+
+# --- references and groups ----------------------------------------------------------------------------
+
+
+def references_of(group: Sequence[RolloutState]) -> dict[Any, str]:
+    """The distinct references in a group, each with the path of the first place where it stands."""
+    found: dict[Any, str] = {}
+    if _kinds:
+        seen: set[int] = set()
+        for index, member in enumerate(group):
+            for state in (member,) if member.issued is None else (member, member.issued):
+                for name in FIELDS:
+                    value = getattr(state, name)
+                    if type(value) not in _LEAVES:
+                        _find(value, f"$[{index}].{name}", found, seen, 0)
+    return found
+
+
+async def resolve_group(group: Group) -> Group:
+    """The group with values for its references, or itself if it has none; ReferenceLost names what cannot be had.
+
+    Waits for values that are still being made. What was handed in is not changed.
+    """
+    found = references_of(group)
+    if not found:
+        return group
+    values, lost = await _resolved(found)
+    if lost:
+        raise ReferenceLost(next(iter(lost.values())))
+    return _replaced(group, values)
+
+
+async def resolve_or_fail(group: Group) -> Group:
+    """As `resolve_group`; if a value is lost, all members are FAILED with the reason, and None stands for it."""
+    from forebay.core.rollout import Status  # which itself needs to know what a reference is
+
+    found = references_of(group)
+    if not found:
+        return group
+    values, lost = await _resolved(found)
+    resolved = _replaced(group, {**values, **dict.fromkeys(lost)})
+    if not lost:
+        return resolved
+    reason = next(iter(lost.values()))
+    members = [state.__copy__() for state in resolved]
+    for state in members:
+        state.status, state.error_msg = Status.FAILED, reason
+    return tuple(members)
+
+
+def without_references(group: Group) -> Group:
+    """The group with None for its references: for one that ends anyway, whose values nobody needs."""
+    found = references_of(group)
+    return _replaced(group, dict.fromkeys(found)) if found else group
+
+
+async def _resolved(found: Mapping[Any, str]) -> tuple[dict[Any, Resolved], dict[Any, str]]:
+    """Values by reference, and reasons by reference for those that are lost."""
+    values: dict[Any, Resolved] = {}
+    lost: dict[Any, str] = {}
+    results = await asyncio.gather(
+        *[_kinds[type(reference)].resolve(reference) for reference in found], return_exceptions=True
+    )
+    for (reference, path), result in zip(found.items(), results, strict=True):
+        if isinstance(result, ReferenceLost):
+            lost[reference] = f"{path}: {result}"
+        elif isinstance(result, BaseException):
+            raise result
+        else:
+            values[reference] = Resolved(result)
+    return values, lost
+
+
+def _find(value: Any, path: str, found: dict[Any, str], seen: set[int], depth: int) -> None:
+    kind = type(value)
+    if kind in _kinds:
+        found.setdefault(value, path)
+        return
+    if kind is dict:
+        items: Iterator[tuple[str, Any]] = ((f"{path}.{key}", item) for key, item in value.items())
+        inside = value.values()
+    elif kind is list or kind is tuple:
+        items = ((f"{path}[{index}]", item) for index, item in enumerate(value))
+        inside = value
+    else:
+        return
+    # What is nested deeper cannot be written anyway.
+    if id(value) in seen or depth >= _MAX_DEPTH or _LEAVES.issuperset(map(type, inside)):
+        return
+    seen.add(id(value))
+    for inner, item in items:
+        if type(item) not in _LEAVES:
+            _find(item, inner, found, seen, depth + 1)
+
+
+def _replaced(group: Group, values: Mapping[Any, Any]) -> Group:
+    """The members with what stands for their references: copies of those that had one. What they share stays shared."""
+    made: dict[int, Any] = {}
+    return tuple([_replaced_member(state, values, made) for state in group])
+
+
+def _replaced_member(state: RolloutState, values: Mapping[Any, Any], made: dict[int, Any]) -> RolloutState:
+    changed: dict[str, Any] = {}
+    for name in FIELDS:
+        value = getattr(state, name)
+        if type(value) not in _LEAVES and (new := _rebuilt(value, values, made)) is not value:
+            changed[name] = new
+    issued = state.issued
+    if issued is not None:
+        if id(issued) not in made:
+            made[id(issued)] = _replaced_member(issued, values, made)
+        if made[id(issued)] is not issued:
+            changed["issued"] = made[id(issued)]
+    if not changed:
+        return state
+    member = state.__copy__()
+    for name, new in changed.items():
+        setattr(member, name, new)
+    return member
+
+
+def _rebuilt(value: Any, values: Mapping[Any, Any], made: dict[int, Any]) -> Any:
+    kind = type(value)
+    if kind in _kinds:
+        return values.get(value, value)
+    if kind is not dict and kind is not list and kind is not tuple:
+        return value
+    if id(value) not in made:
+        made[id(value)] = value  # if it holds itself; whoever writes it says so
+        if kind is dict:
+            items = {key: _rebuilt(item, values, made) for key, item in value.items()}
+            same = all(items[key] is item for key, item in value.items())
+            made[id(value)] = value if same else items
+        else:
+            listed = [_rebuilt(item, values, made) for item in value]
+            same = all(new is old for new, old in zip(listed, value, strict=True))
+            made[id(value)] = value if same else kind(listed)
+    return made[id(value)]
+
+
+# --- values and references ----------------------------------------------------------------------------
+
+
+@contextmanager
+def as_values() -> Iterator[None]:
+    """Within this block groups are decoded with `Resolved` values: for whoever only writes them again."""
+    token = _as_values.set(True)
+    try:
+        yield
+    finally:
+        _as_values.reset(token)
+
+
+def put_back(values: list[Any]) -> list[Any]:
+    """What stands for values that were written in place of references.
+
+    Each is put back once, by the first kind that can; this process owns them then. Where no kind can, the plain
+    values stand there.
+    """
+    if _as_values.get():
+        return [Resolved(value) for value in values]
+    for kind in _kinds.values():
+        if kind.available():
+            return [kind.put(value) for value in values]
+    return values

@@ -1,0 +1,106 @@
+"""The arithmetic of producing: how many groups to keep in flight, and which to draw first. Pure; counts are of groups.
+
+B is the batch size of a task, T its cumulative target, A what is available towards it (buffered COMPLETED + leased
++ trained), E what waits to be generated again from its beginning (buffered EXPIRED, and ABORTED without partial
+rollout).
+"""
+
+from __future__ import annotations
+
+import math
+from decimal import ROUND_CEILING, Decimal
+
+import msgspec
+
+from forebay.core.rollout import Status
+
+__all__ = ["Plan", "acceptance", "make_plan", "over_issue", "to_start", "waiting_again"]
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """What to draw before the data set, and how many groups to run beyond the target."""
+
+    statuses: tuple[Status, ...]
+    budget: int
+    tail: bool
+
+
+def over_issue(over_sample_threshold: float, batch_size: int) -> int:
+    """How many groups to start beyond the target, without the artefacts of binary fractions.
+
+    >>> over_issue(0.07, 100), over_issue(0.5, 3), over_issue(0.0, 8)
+    (7, 2, 0)
+    """
+    return int((Decimal(str(over_sample_threshold)) * batch_size).to_integral_value(ROUND_CEILING))
+
+
+def waiting_again(expired: int, aborted: int, *, partial: bool) -> int:
+    """E: groups that start from their prompt when they are drawn again.
+
+    >>> waiting_again(2, 3, partial=True), waiting_again(2, 3, partial=False)
+    (2, 5)
+    """
+    return expired if partial else expired + aborted
+
+
+def make_plan(*, trigger: int, waiting: int, straggling: bool, partial: bool, budget: int) -> Plan:
+    """What the next batch draws first.
+
+    With trigger N, groups that have to start again wait until there are N of them, and are then run first, without
+    over-issue, so that they finish; 0 draws them at once; -1 never does. `straggling`: some group came back so often
+    that it would starve; at any trigger from 0 on it is drawn first, and the over-issue stays, so that the batch can
+    complete without it. `partial`: interrupted groups keep their work.
+
+    >>> make_plan(trigger=3, waiting=2, straggling=False, partial=True, budget=4).tail
+    False
+    >>> make_plan(trigger=3, waiting=3, straggling=False, partial=True, budget=4).budget
+    0
+    >>> plan = make_plan(trigger=0, waiting=1, straggling=False, partial=True, budget=4)
+    >>> [str(status) for status in plan.statuses], plan.budget
+    (['init', 'expired', 'aborted'], 4)
+    """
+    tail = trigger > 0 and waiting >= trigger
+    # At 0 also groups that come back while the batch is being produced are drawn at once.
+    if trigger == 0 or tail or (straggling and trigger > 0):
+        statuses: tuple[Status, ...] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
+    elif partial or trigger < 0:
+        # An interrupted group that keeps its tokens continues at once; so does one that no tail would ever collect.
+        statuses = (Status.INIT, Status.ABORTED)
+    else:
+        statuses = (Status.INIT,)
+    return Plan(statuses, 0 if tail else budget, tail)
+
+
+_LEAST_ACCEPTANCE = 1 / 32
+
+
+def acceptance(kept: int, rejected: int) -> float:
+    """The share of finished groups that filters keep, as measured; 1 before anything was rejected.
+
+    Two kept groups are added, so that a few rejections at the beginning do not start a flood of groups.
+
+    >>> acceptance(0, 0), acceptance(8, 0), acceptance(2, 36), acceptance(0, 10_000)
+    (1.0, 1.0, 0.1, 0.03125)
+    """
+    return max(_LEAST_ACCEPTANCE, (kept + 2) / (kept + rejected + 2))
+
+
+def to_start(
+    *, target: int, available: int, budget: int, in_flight: int, accepted: float = 1.0, spare: int | None = None
+) -> int:
+    """How many groups to start now, so that target + budget - available are in flight; at least one is.
+
+    `accepted`: the share of groups that filters keep; what is missing is divided by it, which starts at most `spare`
+    groups more.
+
+    >>> to_start(target=10, available=9, budget=4, in_flight=0), to_start(target=10, available=9, budget=4, in_flight=5)
+    (5, 0)
+    >>> to_start(target=16, available=0, budget=0, in_flight=16, accepted=0.1)
+    144
+    >>> to_start(target=16, available=0, budget=0, in_flight=16, accepted=0.1, spare=10)
+    10
+    """
+    missing = target - available
+    extra = max(0, math.ceil(missing / accepted) - missing) if missing > 0 else 0
+    extra = extra if spare is None else min(extra, max(0, spare))
+    return max(missing + budget + extra - in_flight, 0 if in_flight else 1)

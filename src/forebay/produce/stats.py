@@ -1,0 +1,161 @@
+"""What producing can say of itself: figures for any logger. Reading them resets nothing."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from forebay.core.rollout import Status
+from forebay.errors import DamagedData
+
+__all__ = ["COUNTERS", "Figures", "Outcome", "quantile"]
+
+_TIMES_KEPT = 4096
+_REWARDS_KEPT = 1024
+_VERDICTS_KEPT = 256
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one attempt at a group ended."""
+
+    group_id: int
+    attempt: int
+    status: Status | None  # as it went into the buffer; None: it was no longer ours
+    samples: int
+    tokens: int  # new ones
+    seconds: float | None  # of generating; None: it was only judged
+    judge_s: float | None = None  # None: there was nothing to judge
+    failed: bool  # a try was spent
+    kept: bool | None = None  # by the filters, whatever became of it; None: it was not finished
+    usable: bool = False  # kept, or accepted although it was rejected
+    error: str | None
+    rewards: Sequence[float] = ()  # of members rewarded for the first time
+
+
+class Figures(msgspec.Struct, kw_only=True):
+    """Counts of one task since its run began, over resumes; of groups, unless the name says otherwise."""
+
+    attempts: int = 0  # that ended, however
+    groups: int = 0  # finished: completed or filtered
+    samples: int = 0  # of finished groups
+    tokens: int = 0  # generated, in all attempts
+    completed: int = 0
+    returned: int = 0  # to be generated again
+    failed: int = 0  # for good
+    failed_samples: int = 0
+    filtered: int = 0
+    filtered_samples: int = 0
+    discarded: int = 0  # by anyone, as of the last call
+    failures: int = 0  # attempts that cost a try
+    kept: int = 0  # by the filters
+    rejected: int = 0
+    judged: int = 0  # attempts whose results were judged
+    judge_s: float = 0.0
+    dropped_responses: int = 0  # samples that came with a response that nobody generated for them
+    reward_sum: float = 0.0
+    reward_count: int = 0
+    pauses: int = 0
+    pause_s: float = 0.0
+    timed: int = 0  # groups that were generated to their end
+    times_s: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_TIMES_KEPT))
+    rewards: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_REWARDS_KEPT))  # the last ones
+    verdicts: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=_VERDICTS_KEPT))  # of filters, the last
+
+    def count(self, outcome: Outcome) -> None:
+        self.attempts += 1
+        self.tokens += outcome.tokens
+        self.failures += outcome.failed
+        self.reward_sum += sum(outcome.rewards)
+        self.reward_count += len(outcome.rewards)
+        self.rewards.extend(outcome.rewards)
+        if outcome.judge_s is not None:
+            self.judged += 1
+            self.judge_s += outcome.judge_s
+        if outcome.kept is not None:
+            self.verdicts.append(outcome.usable)
+            self.kept += outcome.kept
+            self.rejected += not outcome.kept
+        if outcome.status in (Status.COMPLETED, Status.FILTERED):
+            self.groups += 1
+            self.samples += outcome.samples
+            self._time(outcome.seconds)
+        match outcome.status:
+            case Status.COMPLETED:
+                self.completed += 1
+            case Status.FAILED:
+                self.failed += 1
+                self.failed_samples += outcome.samples
+            case Status.FILTERED:
+                self.filtered += 1
+                self.filtered_samples += outcome.samples
+            case None:
+                pass
+            case _:
+                self.returned += 1
+
+    def _time(self, seconds: float | None) -> None:
+        if seconds is not None:
+            self.timed += 1
+            self.times_s.append(seconds)
+
+    def since(self, before: Figures) -> Figures:
+        """What was counted after an earlier copy of these figures was made."""
+        new = {name: getattr(self, name) - getattr(before, name) for name in COUNTERS}
+        times = list(self.times_s)
+        return Figures(times_s=deque(times[max(0, len(times) - new["timed"]) :]), **new)
+
+    def copy(self) -> Figures:
+        """The counters as they are now."""
+        return replace(self, times_s=deque(), rewards=deque(), verdicts=deque())
+
+    def counters(self) -> dict[str, float]:
+        """The counters, for a checkpoint."""
+        return {name: getattr(self, name) for name in COUNTERS}
+
+    def load(self, counters: Mapping[str, float]) -> None:
+        """Continue from counters of a checkpoint."""
+        for name in COUNTERS:
+            value = counters.get(name, 0)
+            kind = float if name.endswith("_s") or name == "reward_sum" else int
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise DamagedData(f"the figure {name!r} in a checkpoint is {value!r:.80}; expected a number")
+            setattr(self, name, kind(value))
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """The share of finished groups that the filters kept."""
+        finished = self.kept + self.rejected
+        return self.kept / finished if finished else None
+
+    def flat(self, task_name: str, in_flight: int) -> dict[str, float]:
+        """As `forebay/<task>/produce/...`, in groups unless the name says otherwise; times in seconds.
+
+        Quantiles are over the last 4,096 groups, the reward over the last 1,024 samples, before filtering.
+        """
+        times = sorted(self.times_s)
+        hidden = ("reward_sum", "reward_count", "timed")
+        values: dict[str, float] = {name: getattr(self, name) for name in COUNTERS if name not in hidden}
+        values["in_flight"] = in_flight
+        if times:
+            values |= {"group_p50_s": quantile(times, 0.5), "group_p99_s": quantile(times, 0.99)}
+        if self.rewards:
+            values["raw_reward_mean"] = sum(self.rewards) / len(self.rewards)
+        if self.acceptance_rate is not None:
+            values["acceptance_rate"] = self.acceptance_rate
+        return {f"forebay/{task_name}/produce/{name}": value for name, value in values.items()}
+
+
+COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in ("times_s", "rewards", "verdicts"))
+
+
+def quantile(ordered: Iterable[float], share: float) -> float:
+    """The value below which this share of sorted values lies.
+
+    >>> quantile([1, 2, 3, 4], 0.5), quantile([1, 2, 3, 4], 0.99)
+    (3, 4)
+    """
+    values = list(ordered)
+    return values[min(len(values) - 1, int(len(values) * share))]

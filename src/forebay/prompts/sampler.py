@@ -1,0 +1,554 @@
+"""Which prompt comes next: one that has to be generated again, or the next of the data set.
+
+Drawing is issuing: `SamplerWithReplayBuffer` writes what it draws into the buffer, in flight, together with the task's
+position, in one step. So nothing that was drawn can be skipped by a crash, a resume finds its place in the store, and
+several processes can draw from one. Group ids count the groups drawn for a task and never restart. What is handed out
+is the caller's own: its lists and dicts may be changed.
+
+A fingerprint of the data set is kept beside the position. Before anything is drawn it is compared: positions are not
+applied to another data set (`ChangedDataset`), unless `allow_changed_data` says so.
+
+`Sampler` alone is the same without a buffer, with a position of its own (`state_dict`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+from msgspec.structs import replace
+
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.core.aio import DATA, Turns, in_thread, see_through
+from forebay.core.fingerprint import Fingerprint, SourceState, differences, pack_state, unpack_state
+from forebay.core.issued import remember_prompt
+from forebay.core.record import number_rollouts
+from forebay.core.rollout import RolloutState, Status, carries_response
+from forebay.core.validate import checked_task, whole_number
+from forebay.errors import (
+    BufferClosed,
+    ChangedDataset,
+    CursorMoved,
+    ForebayError,
+    InvalidConfig,
+    InvalidDataset,
+    InvalidInput,
+    InvalidRecord,
+    LostLease,
+    UnsupportedPayload,
+    WaitTimeout,
+)
+from forebay.prompts.records import Tokenize, ToRolloutState, as_answer, build_prompt, independent, without_response
+from forebay.prompts.sources import LoaderSource, Source, open_source
+
+__all__ = ["RETRYABLE", "Sampler", "SamplerWithReplayBuffer", "check_sampler"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Groups: TypeAlias = list[list[RolloutState]]
+
+RETRYABLE = (Status.INIT, Status.EXPIRED, Status.ABORTED)
+"""What is drawn before the data set: prompts restored from a checkpoint, then what expired, then what was stopped."""
+
+_ISSUED_AT_ONCE = 64
+"""Prompts that are built before the event loop gets its turn."""
+
+_COPIED_AT_ONCE = 16
+"""Groups that get lists of their own before it gets another."""
+
+_MAX_BAD_IN_A_ROW = 1_000
+
+_BAD = "bad record: "
+
+
+class _Drawn(NamedTuple):
+    """Groups from the data set, the index of each record there, and the source's state after them (None: as it was)."""
+
+    groups: Groups
+    indexes: list[int]
+    state: bytes | None
+
+
+class _Prompts:
+    """The prompts of a data set by number, built and checked; the part that both samplers share."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        prompt_repeat_k: int,
+        seed: int,
+        shuffle: bool,
+        to_rollout_state: ToRolloutState | None,
+        tokenize: Tokenize | None,
+        skip_bad_records: bool,
+        offline: bool,
+        allow_changed_data: bool,
+    ) -> None:
+        self.source: Source = open_source(dataset, seed=seed, shuffle=shuffle)
+        self.repeat = whole_number("prompt_repeat_k", prompt_repeat_k, least=1)
+        self.skip_bad_records = skip_bad_records
+        self.offline = bool(offline)
+        self.allow_changed_data = bool(allow_changed_data)
+        self.dropped_responses = 0
+        self._to_rollout_state = to_rollout_state
+        self._tokenize = tokenize
+        # Functions of the user's own may take any time.
+        self._inline = self.source.inline and to_rollout_state is None and tokenize is None
+        self._reading = threading.Lock()
+        self._own_state: bytes | None = None  # the last state that was made here: its fingerprint is this data set's
+        self._said: set[str] = set()  # warnings that were logged
+
+    async def read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
+        """The groups from `cursor` on; `state` is the source's state there. A loader is read one by one."""
+        if self._inline and state is not None and state == self._own_state:
+            return self._read(cursor, n, state, task_name)
+        return await in_thread(lambda: self._read(cursor, n, state, task_name), pool=DATA)
+
+    def _read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
+        with self._reading:  # samplers of several buffers may share a loader
+            known = self._known(cursor, state, task_name)
+            self.source.restore(cursor, None if known is None else known.loader)
+            indexes, groups = [], []
+            for number in range(cursor, cursor + n):
+                try:
+                    index, record = self.source.read(number)
+                    prompt = self._trusted(build_prompt(record, index, self._to_rollout_state, self._tokenize), index)
+                except InvalidRecord as error:
+                    index, prompt = error.index, self.failed(error)
+                indexes.append(index)
+                # Members share their prompt, which is stored once; whoever draws them gets lists of its own.
+                groups.append([prompt.__copy__() for _ in range(self.repeat)])
+            return _Drawn(groups, indexes, self._state_after(cursor, state, known, task_name))
+
+    async def compare(self, cursor: int, state: bytes | None, task_name: str) -> None:
+        """ChangedDataset if the state belongs to another data set than this one."""
+        if state is not None and state != self._own_state:
+            await in_thread(lambda: self._compare(cursor, state, task_name), pool=DATA)
+
+    def _compare(self, cursor: int, state: bytes, task_name: str) -> None:
+        with self._reading:
+            self._known(cursor, state, task_name)
+
+    def _known(self, cursor: int, state: bytes | None, task_name: str) -> SourceState | None:
+        """A source's state after it was compared."""
+        if state is None:
+            return None
+        known = unpack_state(state)
+        if state != self._own_state:
+            self._refuse_changes(cursor, known.fingerprint, task_name)
+        return known
+
+    def _refuse_changes(self, cursor: int, known: Fingerprint, task_name: str) -> bool:
+        """ChangedDataset if the data set has changed; whether it has, if that is allowed."""
+        changes = differences(known, self._fingerprint())
+        if any(name.startswith("record ") for name in changes):
+            changes = differences(known, self._fingerprint(again=True))
+        if changes and not self.allow_changed_data:
+            raise ChangedDataset(task_name, cursor, changes)
+        if changes:
+            self._say("data_changed task=%s changes=%s: allow_changed_data was given", task_name, changes)
+        return bool(changes)
+
+    def _state_after(self, cursor: int, state: bytes | None, known: SourceState | None, task_name: str) -> bytes | None:
+        loader = self.source.state()
+        if loader is None and state is not None and state == self._own_state:
+            return None
+        # Compared again: a loader tells more of itself as it is read. What was drawn earlier it cannot tell again.
+        changed = known is not None and self._refuse_changes(cursor, known.fingerprint, task_name)
+        now = self._fingerprint()
+        if known is not None and not changed:
+            before, now = now, now.completed(known.fingerprint)
+            if len(before.records) < len(now.records) or before.records.count(None) > now.records.count(None):
+                self._say("data_unverified task=%s: not all records of the fingerprint can be read again", task_name)
+        if now.unverified:
+            self._say("data_unverified task=%s: %s", task_name, "; ".join(now.unverified))
+        self._own_state = pack_state(SourceState(fingerprint=now, loader=loader))
+        return None if self._own_state == state else self._own_state
+
+    def _fingerprint(self, *, again: bool = False) -> Fingerprint:
+        return replace(self.source.fingerprint(again=again), group_size=self.repeat)
+
+    def _say(self, text: str, *values: object) -> None:
+        """A warning, once."""
+        if text not in self._said:
+            self._said.add(text)
+            log.warning(text, *values)
+
+    def _trusted(self, prompt: RolloutState, index: int) -> RolloutState:
+        """The prompt, without a response that nobody generated for it, unless that was asked for."""
+        if not carries_response(prompt):
+            return prompt
+        if self.offline:
+            return as_answer(prompt, index)
+        if not self.dropped_responses:
+            log.warning(
+                "responses_dropped index=%d: records bring responses along; they are dropped, and generated (give "
+                "offline=True to have them trained on as they are)",
+                index,
+            )
+        self.dropped_responses += 1
+        return without_response(prompt)
+
+    def failed(self, error: InvalidRecord) -> RolloutState:
+        """What stands for a record that makes no prompt; the error itself, unless it is to be skipped."""
+        if not self.skip_bad_records:
+            raise error
+        log.warning("record_skipped index=%d error=%s", error.index, error)
+        return RolloutState(message=[], status=Status.FAILED, error_msg=f"{_BAD}{error}")
+
+
+def _is_bad(group: Sequence[RolloutState]) -> bool:
+    """Whether a group stands for a record that makes no prompt, whatever its status: a crash makes it ABORTED."""
+    return not group[0].message and (group[0].error_msg or "").startswith(_BAD)
+
+
+class _OverDataset:
+    """What both samplers tell of their data set."""
+
+    _prompts: _Prompts
+
+    def __len__(self) -> int:
+        """Records of the data set."""
+        return len(self._prompts.source)
+
+    @property
+    def dropped_responses(self) -> int:
+        """Records that brought a response along, which was dropped."""
+        return self._prompts.dropped_responses
+
+    async def compare_data(self, task_name: str, cursor: int, source_state: bytes | None) -> None:
+        """ChangedDataset if a position of a task belongs to another data set. Reads records; draws nothing."""
+        await self._prompts.compare(cursor, source_state, task_name)
+
+
+class Sampler(_OverDataset):
+    """Draws prompts from a data set; nothing is kept of what was drawn but the position.
+
+    `dataset`: a list, a data set (`__len__`, `__getitem__`), a loader (`__iter__`, best with `state_dict`), or the path
+    of a JSONL file. `prompt_repeat_k` members per group. `to_rollout_state` maps a record of your own shape; `tokenize`
+    fills `prompt_ids`. A record that makes no prompt is an error, or, with `skip_bad_records`, a group that failed.
+    A response that a record brings along is dropped and counted (`dropped_responses`), because nobody knows which
+    weights made it; `offline=True` takes it as the answer instead: it is judged, and trained on, and nothing generated.
+    Stores and checkpoints keep a fingerprint of the data set; continuing with another one is refused
+    (`ChangedDataset`) unless `allow_changed_data=True`, which continues and keeps the new fingerprint.
+    Give it to a strategy, and it draws through the strategy's buffer (`with_buffer`).
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        prompt_repeat_k: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        to_rollout_state: ToRolloutState | None = None,
+        tokenize: Tokenize | None = None,
+        skip_bad_records: bool = False,
+        offline: bool = False,
+        allow_changed_data: bool = False,
+    ) -> None:
+        self._prompts = _Prompts(
+            dataset,
+            prompt_repeat_k,
+            seed,
+            shuffle,
+            to_rollout_state,
+            tokenize,
+            skip_bad_records,
+            offline,
+            allow_changed_data,
+        )
+        self._cursors: dict[str, int] = {}
+        self._state: bytes | None = None
+        self._turns = Turns()
+
+    @property
+    def source(self) -> Source:
+        """The records, by position."""
+        return self._prompts.source
+
+    def with_buffer(self, replay_buffer: ReplayBuffer) -> SamplerWithReplayBuffer:
+        """The same prompts, drawn through a buffer."""
+        return SamplerWithReplayBuffer._of(self._prompts, replay_buffer)
+
+    async def sample(self, task_name: str) -> list[RolloutState]:
+        """The next group of a task."""
+        checked_task(task_name)
+        async with self._turns():
+            if isinstance(self._prompts.source, LoaderSource) and self._cursors.keys() - {task_name}:
+                raise InvalidInput(
+                    f"this loader serves task {next(iter(self._cursors))!r}, and cannot serve {task_name!r}, too; use "
+                    "a sampler per task"
+                )
+            for _ in range(_MAX_BAD_IN_A_ROW):
+                cursor = self._cursors.get(task_name, 0)
+                (group,), _, source_state = await self._prompts.read(cursor, 1, self._state, task_name)
+                self._state = self._state if source_state is None else source_state
+                self._cursors[task_name] = cursor + 1
+                if not _is_bad(group):
+                    break
+            else:
+                raise _nothing_but_bad(_MAX_BAD_IN_A_ROW, group)
+        remember_prompt(group)
+        for state in group:
+            state.task_name, state.group_id = task_name, cursor
+            independent(state)
+        number_rollouts(group, cursor)
+        return group
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where to go on, as plain data."""
+        return {"cursors": dict(self._cursors), "source": self._state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another sampler of the same data set, seed and order stood."""
+        cursors = state.get("cursors") if isinstance(state, Mapping) else None
+        source = state.get("source") if isinstance(state, Mapping) else None
+        if not isinstance(cursors, dict) or not isinstance(source, (bytes, type(None))):
+            raise InvalidInput(f"{state!r:.80} is no state of a sampler; expected what state_dict() returned")
+        self._cursors = {
+            str(name): whole_number(f"cursor of {name!r}", cursor, least=0) for name, cursor in cursors.items()
+        }
+        self._state = source
+
+
+class SamplerWithReplayBuffer(_OverDataset):
+    """Draws through a buffer: retries first, then the data set; what is drawn is in flight there. See `Sampler`."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        replay_buffer: ReplayBuffer,
+        *,
+        prompt_repeat_k: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        to_rollout_state: ToRolloutState | None = None,
+        tokenize: Tokenize | None = None,
+        skip_bad_records: bool = False,
+        offline: bool = False,
+        allow_changed_data: bool = False,
+    ) -> None:
+        self._prompts = _Prompts(
+            dataset,
+            prompt_repeat_k,
+            seed,
+            shuffle,
+            to_rollout_state,
+            tokenize,
+            skip_bad_records,
+            offline,
+            allow_changed_data,
+        )
+        self._bind(replay_buffer)
+
+    def _bind(self, replay_buffer: ReplayBuffer) -> None:
+        self.replay_buffer = replay_buffer
+        self._turns = Turns()
+        self._read_ahead: tuple[int, bytes | None, _Drawn] | None = None
+        self._bad_in_a_row = 0
+        self._compared: set[str] = set()  # tasks whose position was compared before anything was drawn again
+
+    @classmethod
+    def _of(cls, prompts: _Prompts, replay_buffer: ReplayBuffer) -> SamplerWithReplayBuffer:
+        sampler = cls.__new__(cls)
+        sampler._prompts = prompts
+        sampler._bind(replay_buffer)
+        return sampler
+
+    async def sample(self, task_name: str, statuses: Sequence[Status] = RETRYABLE) -> list[RolloutState]:
+        """One group, in flight from now on; waits for room."""
+        return (await self.draw(1, task_name, statuses))[0]
+
+    async def draw(
+        self,
+        n: int,
+        task_name: str,
+        statuses: Sequence[Status] = RETRYABLE,
+        *,
+        timeout_s: float | None = None,
+        own: bool = True,
+    ) -> Groups:
+        """Up to n groups, in flight from now on: at least one, and as many as there is room for.
+
+        Retries of these statuses first, in order of group_id; then the data set. WaitTimeout if there was room for
+        none. Not `own`: lists and dicts are shared with the buffer, for callers that copy before they change any.
+        """
+        whole_number("n", n, least=1)
+
+        async def attempt() -> Groups | None:
+            return await self._draw(n, task_name, statuses, new=True, own=own) or None
+
+        what = f"room to draw {n} groups of task {task_name!r}"
+        return await self.replay_buffer.until(attempt, what, (task_name,), timeout_s=timeout_s)
+
+    async def draw_again(
+        self, n: int, task_name: str, statuses: Sequence[Status] = RETRYABLE, *, own: bool = True
+    ) -> Groups:
+        """Up to n groups of these statuses, in flight from now on; maybe none. Never waits."""
+        return await self._draw(n, task_name, statuses, new=False, own=own)
+
+    async def _draw(self, n: int, task_name: str, statuses: Sequence[Status], *, new: bool, own: bool) -> Groups:
+        """What can be drawn just now. Nobody waits for room in here: others could not draw what makes it."""
+        drawn: Groups = []
+        try:
+            if statuses:
+                if task_name not in self._compared:
+                    await self.compare_data(task_name, *await self.replay_buffer.position(task_name))
+                    self._compared.add(task_name)
+                redrawn = await self.replay_buffer.redraw(n, task_name, statuses)
+                drawn += await self._without_bad(redrawn, task_name)
+            if new:
+                async with self._turns():
+                    while len(drawn) < n and (issued := await self._issue(n - len(drawn), task_name)) is not None:
+                        drawn += await self._without_bad(issued, task_name)
+            for number, group in enumerate(drawn if own else ()):
+                if number % _COPIED_AT_ONCE == _COPIED_AT_ONCE - 1:
+                    await asyncio.sleep(0)
+                for state in group:
+                    independent(state)
+            return drawn
+        except BaseException:
+            await self._return(drawn, task_name)
+            raise
+
+    async def _issue(self, n: int, task_name: str) -> Groups | None:
+        """Up to n groups of the data set, as many as there is room for; None if there is none."""
+        room = await self.replay_buffer.room()
+        if room == 0:
+            return None
+        n = min(n, _ISSUED_AT_ONCE, n if room is None else room)
+        if self.replay_buffer.bounded_bytes or isinstance(self._prompts.source, LoaderSource):
+            n = 1  # only trying tells whether it fits; a loader has its state between two records
+        while True:
+            cursor, state = await self.replay_buffer.position(task_name)
+            drawn = await self._read(cursor, n, state, task_name)
+            try:
+                issued = await self._write(drawn, cursor, task_name)
+            except CursorMoved as moved:
+                if isinstance(self._prompts.source, LoaderSource):
+                    raise InvalidDataset(
+                        f"another producer drew from task {task_name!r} at the same moment, and the data set is an "
+                        "iterable loader, which has one producer per task; use a map-style data set for several"
+                    ) from moved
+            except WaitTimeout:
+                if n == 1:
+                    return None
+                n = 1  # others took some of the room
+            except UnsupportedPayload as error:
+                if n == 1:
+                    refused = InvalidRecord(drawn.indexes[0], f"cannot be stored: {error}")
+                    prompt = self._prompts.failed(refused)
+                    groups = [[prompt.__copy__() for _ in drawn.groups[0]]]
+                    self._read_ahead = (cursor, state, drawn._replace(groups=groups))
+                n = 1
+            else:
+                self._read_ahead = None
+                return issued
+
+    async def _read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
+        """The next groups; those that were read and not issued are not read again."""
+        if self._read_ahead is None or self._read_ahead[:2] != (cursor, state) or len(self._read_ahead[2].groups) < n:
+            self._read_ahead = (cursor, state, await self._prompts.read(cursor, n, state, task_name))
+        drawn = self._read_ahead[2]
+        groups = [[member.__copy__() for member in group] for group in drawn.groups[:n]]
+        return drawn._replace(groups=groups)
+
+    async def _write(self, drawn: _Drawn, cursor: int, task_name: str) -> Groups:
+        """Issue groups, if there is room now. It is seen through: what a cancelled draw wrote goes back."""
+        issuing = asyncio.ensure_future(
+            self.replay_buffer.issue(drawn.groups, task_name, cursor=cursor, source_state=drawn.state, timeout_s=0)
+        )
+        cancelled = await see_through(issuing)
+        if cancelled is None and not issuing.cancelled():
+            return issuing.result()
+        if not issuing.cancelled():
+            await self._return([] if issuing.exception() else issuing.result(), task_name)
+        else:
+            # The loop shuts down, and the store may have done it nevertheless, which the position tells.
+            await _finish(self._return_issued(drawn.groups, cursor, task_name))
+        raise cancelled or asyncio.CancelledError
+
+    async def _return_issued(self, groups: Groups, cursor: int, task_name: str) -> None:
+        now, _ = await self.replay_buffer.position(task_name)
+        for group_id, group in enumerate(groups, cursor):
+            for member in group:
+                member.group_id = group_id
+        await self._return(groups[: max(0, now - cursor)], task_name)
+
+    async def _return(self, groups: Groups, task_name: str) -> None:
+        """Give back what a draw that failed had; its own error is the one to hear of."""
+        try:
+            await _finish(give_back(self.replay_buffer, groups, task_name))
+        except ForebayError:
+            log.exception("draw_not_returned task=%s groups=%d", task_name, len(groups))
+
+    async def _without_bad(self, groups: Groups, task_name: str) -> Groups:
+        """Records that make no prompt were drawn, too, and end as failed: the position stays one number."""
+        good: Groups = []
+        for at, group in enumerate(groups):
+            if not _is_bad(group):
+                good.append(group)
+                self._bad_in_a_row = 0
+                continue
+            self._bad_in_a_row += 1
+            try:
+                for state in group:
+                    state.status = Status.FAILED
+                await self.replay_buffer.put(group, task_name)
+                if self._bad_in_a_row >= _MAX_BAD_IN_A_ROW:
+                    raise _nothing_but_bad(self._bad_in_a_row, group)
+            except BaseException:
+                await self._return(good + groups[at:], task_name)
+                raise
+        return good
+
+
+def check_sampler(sampler: Any) -> None:
+    """InvalidConfig for a class whose own `sample` nobody would call: strategies draw many groups at once."""
+    for kind, used, advice in (
+        (Sampler, Sampler.with_buffer, "with_buffer"),
+        (SamplerWithReplayBuffer, SamplerWithReplayBuffer.draw, "draw and draw_again"),
+    ):
+        own = type(sampler)
+        if isinstance(sampler, kind) and own.sample is not kind.sample and getattr(own, used.__name__) is used:
+            raise InvalidConfig(
+                f"{own.__qualname__} has its own sample(), which strategies do not call: they draw many groups at "
+                f"once; override {advice} instead, or give the order by the data set: an object with __len__ and "
+                "__getitem__ (shuffle=False), or a loader with state_dict"
+            )
+
+
+def _nothing_but_bad(records: int, last: Sequence[RolloutState]) -> InvalidDataset:
+    return InvalidDataset(f"{records} records in a row make no prompt; the last one: {last[0].error_msg}")
+
+
+async def give_back(replay_buffer: ReplayBuffer, groups: Sequence[list[RolloutState]], task_name: str) -> None:
+    """Return groups in flight to the buffer, as ABORTED with what they have. Nothing happens to those not held."""
+    failed: ForebayError | None = None
+    for group in groups:
+        for state in group:
+            if state.status is not Status.COMPLETED:
+                state.status = Status.ABORTED
+        try:
+            await replay_buffer.put(group, task_name)
+        except (LostLease, BufferClosed) as gone:
+            log.info("group_gone task=%s group=%s reason=%s", task_name, group[0].group_id, gone)
+        except ForebayError as error:
+            failed = failed or error  # the others go back all the same
+    if failed is not None:
+        raise failed
+
+
+async def _finish(work: Awaitable[T]) -> T:
+    """See work through that must not be left half done, though the caller is cancelled."""
+    future = asyncio.ensure_future(work)
+    cancelled = await see_through(future)
+    result = future.result()
+    if cancelled is not None:
+        raise cancelled
+    return result

@@ -1,0 +1,180 @@
+"""Calls that may come twice, and what a storage remembers of them so that they happen once.
+
+A caller that lost its answer repeats its call. Whoever runs a storage for such callers sets `CALL` around an operation;
+a durable storage then writes what the operation returns in the very transaction of its effect, so that after any
+crash both are there or neither is. Before a call is run, `Storage.answer` says whether it was done already. Answers are
+kept until the caller says that it has seen them: every call carries up to where that is (`confirmed`).
+
+Kept are: issue, put, settle, revise, discard, restore, and a claim that returned something. Everything else may be
+repeated as it is. A discard is done in several steps: its answer comes with the last one, and one that is repeated
+before that counts the rest only. An answer is MessagePack, and reading it executes nothing (G9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import msgspec
+
+from forebay.core.ledger import Place
+from forebay.core.record import Record, Row
+from forebay.errors import DamagedData, LostLease
+from forebay.storage.base import Claim, Claimed, Purpose
+
+__all__ = [
+    "CALL",
+    "Answered",
+    "Applied",
+    "Call",
+    "Counted",
+    "Done",
+    "Handed",
+    "Kept",
+    "Stored",
+    "claimed_rows",
+    "decode_kept",
+    "encode_kept",
+    "is_held",
+    "taken_for_good",
+    "value_of",
+]
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One call of one client; all of the client's calls up to `confirmed` were answered, and the answers seen."""
+
+    client: str
+    sequence: int
+    confirmed: int
+
+
+CALL: ContextVar[Call | None] = ContextVar("forebay_call", default=None)
+"""The call that the operation under way belongs to; None: nobody will repeat it."""
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """What an operation returned, when it was done."""
+
+    value: Any
+
+
+# --- what is kept of an answer ------------------------------------------------------------------------
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """It returned nothing."""
+
+
+class Stored(msgspec.Struct, frozen=True, tag="stored"):
+    """Records of what was issued or put."""
+
+    records: list[Record]
+
+
+class Applied(msgspec.Struct, frozen=True, tag="applied"):
+    """Which revisions applied."""
+
+    flags: list[bool]
+
+
+class Counted(msgspec.Struct, frozen=True, tag="counted"):
+    """Groups by task."""
+
+    groups: dict[str, int]
+
+
+class Handed(msgspec.Struct, frozen=True, tag="handed"):
+    """What a claim handed out. Payloads of groups that were taken for good lie beside it, the others are read again."""
+
+    purpose: Purpose
+    owner: str
+    lease_id: str | None
+    records: dict[str, list[Record]]
+
+    @classmethod
+    def of(cls, claim: Claim, records: dict[str, list[Record]]) -> Handed:
+        return cls(claim.purpose, claim.owner, claim.lease_id, records)
+
+    @property
+    def claim(self) -> Claim:
+        """As much of the claim as it takes to undo it."""
+        return Claim(wants={}, statuses=(), purpose=self.purpose, owner=self.owner, lease_id=self.lease_id)
+
+    def held(self) -> list[Record]:
+        """Of the groups that its caller has to give back."""
+        return [record for record in self._all() if not taken_for_good(record)]
+
+    def ended(self) -> list[Record]:
+        """Of the groups that were taken for good."""
+        return [record for record in self._all() if taken_for_good(record)]
+
+    def _all(self) -> Iterable[Record]:
+        return (record for records in self.records.values() for record in records)
+
+    def lost(self, missing: int) -> LostLease:
+        """The error of a claim that was repeated too late."""
+        return LostLease(
+            f"{missing} of {sum(map(len, self.records.values()))} groups that {self.owner} claimed were taken back "
+            "before the call was repeated (the holder was thought dead, or its buffer was closed); the rest went back "
+            "too: claim anew"
+        )
+
+
+Kept: TypeAlias = Done | Stored | Applied | Counted | Handed
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Kept] = msgspec.msgpack.Decoder(Kept)
+
+
+def encode_kept(kept: Kept) -> bytes:
+    """An answer as MessagePack."""
+    return _encoder.encode(kept)
+
+
+def decode_kept(data: bytes) -> Kept:
+    """An answer, or DamagedData."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        raise DamagedData(f"a stored answer cannot be read: {error}") from None
+
+
+def value_of(kept: Kept) -> Any:
+    """What the operation returned; a claim needs its payloads too, see `Handed`."""
+    match kept:
+        case Stored():
+            return kept.records
+        case Applied():
+            return kept.flags
+        case Counted():
+            return kept.groups
+        case _:
+            return None
+
+
+# --- claimed rows -------------------------------------------------------------------------------------
+
+
+def taken_for_good(record: Record) -> bool:
+    """Whether the record of a claimed row is of a group that ended: those come as they were in the buffer."""
+    return record.place is Place.BUFFERED
+
+
+def is_held(now: Record | None, claimed: Record) -> bool:
+    """Whether a row is still held as it was when it was claimed: under its lease, or its owner and attempt."""
+    if now is None or now.place is not claimed.place:
+        return False
+    if claimed.place is Place.LEASED:
+        return now.lease_id == claimed.lease_id
+    return now.attempt == claimed.attempt and now.owner == claimed.owner
+
+
+def claimed_rows(handed: Handed, rows: Iterable[Row]) -> Claimed:
+    """Those of a claim's rows that are there, by task, in its order."""
+    by_uid = {row.record.uid: row for row in rows}
+    return {
+        task_name: [by_uid[record.uid] for record in records if record.uid in by_uid]
+        for task_name, records in handed.records.items()
+    }
