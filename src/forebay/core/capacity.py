@@ -9,18 +9,21 @@ reservations. Pure: storages keep the sizes by task (`Account.sizes`) and ask he
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+
+import msgspec
 
 from forebay.core.ledger import Event, take_event
+from forebay.core.policy import ARRIVAL, Choose, Order
 from forebay.core.record import Facts
 from forebay.core.rollout import Status
 from forebay.errors import NoRoom
 
-if TYPE_CHECKING:
-    from forebay.storage.base import Settings, Usage
 
 __all__ = [
+    "EXPECT_GROUP_BYTES",
     "MAX_SIZES",
+    "Settings",
+    "Usage",
     "check_room",
     "fits",
     "note_size",
@@ -29,6 +32,32 @@ __all__ = [
     "response_size",
     "response_size_p99",
 ]
+
+EXPECT_GROUP_BYTES = 1 << 20
+"""What the responses of a group are taken to need before the first group of its task is back."""
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a storage is told when it opens."""
+
+    order: Order = ARRIVAL
+    choose: Choose | None = None
+    max_groups: int | None = None
+    max_bytes: int | None = None
+    expect_group_bytes: int = EXPECT_GROUP_BYTES
+    keep_trained: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """What counts against the capacity: groups in flight, buffered and leased, and their bytes.
+
+    `reserved`: bytes that are kept free for those of them that are still to be generated, see `capacity`.
+    """
+
+    groups: int
+    bytes: int
+    reserved: int
+
 
 Sizes = Mapping[int, int]
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import msgspec
 
 from forebay.core.rollout import Status
-from forebay.core.staleness import Floors, Limits
+from forebay.core.staleness import NO_FLOORS, NO_LIMITS, Floors, Limits
 from forebay.errors import InvalidInput
 
 __all__ = [
@@ -23,12 +23,12 @@ __all__ = [
     "MOVES",
     "OTHER_REASONS",
     "Account",
+    "Clock",
     "End",
     "Event",
     "GroupEnd",
     "LedgerLine",
     "Place",
-    "Watermark",
     "arrival_event",
     "arrival_tokens",
     "check_closed",
@@ -36,7 +36,6 @@ __all__ = [
     "close_line",
     "kept_reason",
     "open_ledger",
-    "rewound_watermark",
     "take_event",
 ]
 
@@ -146,22 +145,12 @@ def arrival_event(place: Place | None, status: Status, *, stale: bool) -> Event:
     return Event.SPENT if status is Status.FAILED else Event.RETURNED
 
 
-class Watermark(msgspec.Struct, frozen=True, gc=False):
-    """The train step that a task was last judged for, and the limits that it was judged by."""
+class Clock(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What the steps and limits of a task become; None leaves one as it is. Steps only move forward."""
 
-    train_step: int
-    limits: Limits
-
-    @property
-    def floors(self) -> Floors:
-        return self.limits.floors(self.train_step)
-
-
-def rewound_watermark(watermark: Watermark | None, model_step: int) -> Watermark | None:
-    """The watermark of a task whose weights go back to a model step: the next train step is the one after it."""
-    if watermark is None or watermark.train_step <= model_step + 1:
-        return watermark
-    return Watermark(model_step + 1, watermark.limits)
+    train_step: int | None = None
+    model_step: int | None = None
+    limits: Limits | None = None
 
 
 OTHER_REASONS = "(other reasons)"
@@ -189,8 +178,30 @@ class Account(msgspec.Struct, kw_only=True):
     issued_tokens: int = 0  # generated tokens that arrived with groups, counted as they arrive
     sizes: dict[int, int] = msgspec.field(default_factory=dict)  # of responses, rounded: how many; see `capacity`
     reset_tokens: int = 0  # of those, the ones thrown away while their group stayed: too old, or dropped by a producer
-    watermark: Watermark | None = None
+    train_step: int | None = None  # the latest step that groups of the task were asked for
+    model_step: int | None = None  # of the weights that generate now
+    limits: Limits = NO_LIMITS
     source_state: bytes | None = None  # of the data set, as of the cursor: `fingerprint.SourceState`
+
+    @property
+    def floors(self) -> Floors:
+        """The model steps below which groups of the task are too old."""
+        return NO_FLOORS if self.train_step is None else self.limits.floors(self.train_step)
+
+    def advance(self, clock: Clock) -> bool:
+        """Move the clocks and replace the limits as far as `clock` gives them; whether anything changed."""
+        before = self.train_step, self.model_step, self.limits
+        self.train_step = _later(self.train_step, clock.train_step)
+        self.model_step = _later(self.model_step, clock.model_step)
+        self.limits = self.limits if clock.limits is None else clock.limits
+        return before != (self.train_step, self.model_step, self.limits)
+
+    def rewind(self, model_step: int) -> None:
+        """Set the clocks back to the weights of `model_step`: the next train step is the one after it."""
+        if self.train_step is not None:
+            self.train_step = min(self.train_step, model_step + 1)
+        if self.model_step is not None:
+            self.model_step = min(self.model_step, model_step)
 
     def end(self, end: End, tokens: int, reason: str | None, *, groups: int = 1) -> None:
         """Book groups out. Reasons are kept up to a number of distinct ones: messages may hold anything."""
@@ -203,6 +214,10 @@ class Account(msgspec.Struct, kw_only=True):
             self.reasons[kept] = self.reasons.get(kept, 0) + groups
             if not self.reasons[kept]:
                 del self.reasons[kept]  # what was booked out was put back
+
+
+def _later(known: int | None, given: int | None) -> int | None:
+    return given if known is None else known if given is None else max(known, given)
 
 
 def arrival_tokens(before: int, arriving: int, kept: int) -> tuple[int, int]:

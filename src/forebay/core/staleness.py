@@ -31,6 +31,8 @@ from forebay.errors import InvalidGroup, InvalidInput
 
 __all__ = [
     "EXPIRABLE",
+    "NO_FLOORS",
+    "NO_LIMITS",
     "Floors",
     "Limits",
     "apply_token_mask",
@@ -112,6 +114,10 @@ class Limits(msgspec.Struct, frozen=True, gc=False):
             None if sequence is None else floor_step(train_step, sequence),
             None if token is None else floor_step(train_step, token),
         )
+
+
+NO_FLOORS = Floors()
+NO_LIMITS = Limits()
 
 
 # --- versions -----------------------------------------------------------------------------------------

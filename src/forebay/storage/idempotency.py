@@ -12,6 +12,7 @@ before that counts the rest only. An answer is MessagePack, and reading it execu
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -21,13 +22,14 @@ import msgspec
 from forebay.core.ledger import Place
 from forebay.core.record import Record, Row
 from forebay.errors import DamagedData, LostLease
-from forebay.storage.base import Claim, Claimed, Purpose
+from forebay.storage.base import Claim, Purpose, Rows
 
 __all__ = [
     "CALL",
     "Answered",
     "Applied",
     "Call",
+    "CallMemory",
     "Counted",
     "Done",
     "Handed",
@@ -58,6 +60,21 @@ class Answered(msgspec.Struct, frozen=True):
     """What an operation returned, when it was done."""
 
     value: Any
+
+
+class CallMemory(ABC):
+    """A durable storage that remembers the answers of calls."""
+
+    @abstractmethod
+    async def answer(self, client: str, sequence: int) -> Answered | None:
+        """What this call returned, if it was done and is remembered.
+
+        LostLease if it was a claim whose rows are no longer held; then the caller holds none of them.
+        """
+
+    @abstractmethod
+    async def forget(self, client: str) -> None:
+        """Drop all answers of a client that will ask no more."""
 
 
 # --- what is kept of an answer ------------------------------------------------------------------------
@@ -171,7 +188,7 @@ def is_held(now: Record | None, claimed: Record) -> bool:
     return now.attempt == claimed.attempt and now.owner == claimed.owner
 
 
-def claimed_rows(handed: Handed, rows: Iterable[Row]) -> Claimed:
+def claimed_rows(handed: Handed, rows: Iterable[Row]) -> Rows:
     """Those of a claim's rows that are there, by task, in its order."""
     by_uid = {row.record.uid: row for row in rows}
     return {

@@ -1,15 +1,41 @@
-"""How the record of a group follows from what was put: for a new row, and for one that is put or revised again."""
+"""Rules that every storage backend shares: how records follow from groups, who may return one, what fits.
+
+Pure functions over records and accounts. A backend finds and changes rows; what is allowed, and what a row becomes, is
+decided here, so that all backends answer alike.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from msgspec.structs import replace
 
-from forebay.core.capacity import reserved_after
-from forebay.core.ledger import Place
-from forebay.core.record import NO_TAGS, Record
-from forebay.storage.base import Content
+from forebay.core.capacity import Settings, Usage, fits, reservation, reserved_after
+from forebay.core.ledger import Account, Event, Place, check_closed, take_event
+from forebay.core.record import NO_TAGS, Facts, Record
+from forebay.core.rollout import Status
+from forebay.errors import DuplicateGroup, InvalidInput, LostLease
+from forebay.storage.base import Arrival, Content, Purpose
 
-__all__ = ["new_record", "revised_record"]
+__all__ = [
+    "StreamCheck",
+    "check_return",
+    "claim_event",
+    "copied",
+    "drawn_by_hand",
+    "duplicate_in_put",
+    "fitting",
+    "lost_lease",
+    "new_record",
+    "revised_record",
+    "same_settings",
+]
+
+_SHARED = tuple(name for name in Facts.__struct_fields__ if name in Record.__struct_fields__)
+
+
+# --- records ------------------------------------------------------------------------------------------
 
 
 def new_record(
@@ -32,48 +58,165 @@ def new_record(
         timestamp_id=timestamp_id,
         task_name=task_name,
         group_id=group_id,
-        status=facts.status,
         place=place,
-        samples=facts.samples,
-        tokens=facts.tokens,
-        bytes=facts.bytes,
-        num_tries=facts.num_tries,
-        reward=facts.reward,
-        oldest_step=facts.oldest_step,
-        newest_step=facts.newest_step,
-        token_step=facts.token_step,
-        given_staleness=facts.given_staleness,
-        unjudged=facts.unjudged,
         created_at=now,
         moved_at=now,
         priority=0.0 if content.priority is None else content.priority,
         attempt=attempt,
         owner=owner,
         reserved_bytes=reserved_after(reserved_bytes, facts),
-        session_ids=facts.session_ids,
         tags=NO_TAGS if content.tags is None else content.tags,
+        **_described(facts),
     )
 
 
 def revised_record(record: Record, content: Content) -> Record:
-    """The record of a group whose samples changed; tags and priority stay unless they are given anew."""
+    """The record of a group whose samples changed; tags and priority stay unless they are given."""
     facts = content.facts
     return replace(
         record,
-        status=facts.status,
-        samples=facts.samples,
-        tokens=facts.tokens,
-        bytes=facts.bytes,
-        num_tries=facts.num_tries,
-        reward=facts.reward,
-        oldest_step=facts.oldest_step,
-        newest_step=facts.newest_step,
-        token_step=facts.token_step,
-        given_staleness=facts.given_staleness,
-        unjudged=facts.unjudged,
         revision=record.revision + 1,
         reserved_bytes=reserved_after(record.reserved_bytes, facts),
-        session_ids=facts.session_ids,
         tags=record.tags if content.tags is None else content.tags,
         priority=record.priority if content.priority is None else content.priority,
+        **_described(facts),
     )
+
+
+def _described(facts: Facts) -> dict[str, Any]:
+    return {name: getattr(facts, name) for name in _SHARED}
+
+
+# --- moves --------------------------------------------------------------------------------------------
+
+
+def claim_event(purpose: Purpose, status: Status) -> Event:
+    """The event that claiming a group of this status is."""
+    if purpose is Purpose.LEASE:
+        return Event.LEASED
+    return Event.REDRAWN if purpose is Purpose.DRAW else take_event(status)
+
+
+def check_return(arrival: Arrival, group_id: int, found: Record | None, account: Account | None, owner: str) -> bool:
+    """Whether an arrival brings back the row that was found under its identity; False: it was put by hand.
+
+    LostLease if the arrival's attempt no longer holds the row; DuplicateGroup if the group exists, or was drawn and
+    has ended.
+    """
+    name = f"group {group_id} of task {arrival.task_name!r}"
+    attempt = arrival.attempt
+    if found is not None and found.place is Place.IN_FLIGHT:
+        if attempt == found.attempt or (attempt is None and found.owner == owner):
+            return True
+        raise LostLease(
+            f"{name} is in flight under attempt {found.attempt}, held by {found.owner}; attempt {attempt} of {owner} "
+            "no longer holds it: drop this result"
+        )
+    if attempt is not None:
+        where = "has ended" if found is None else f"is {found.place}"
+        raise LostLease(f"{name} {where}; attempt {attempt} no longer holds it: drop this result")
+    if found is not None:
+        raise DuplicateGroup(f"{name} already exists: it is {found.place}")
+    if account is not None and 0 <= group_id < account.cursor:
+        raise DuplicateGroup(f"{name} was drawn and has already ended")
+    return False
+
+
+def duplicate_in_put(task_name: str, group_id: int) -> DuplicateGroup:
+    """The error for one identity that appears twice in a put."""
+    return DuplicateGroup(f"group {group_id} of task {task_name!r} appears twice in one put")
+
+
+def drawn_by_hand(task_name: str, group_id: int) -> DuplicateGroup:
+    """The error for a prompt whose group id was put by hand."""
+    return DuplicateGroup(
+        f"group {group_id} of task {task_name!r} is to be drawn, but was put by hand; groups that are put by hand "
+        "beside a sampler must have no group_id, or a negative one"
+    )
+
+
+def lost_lease(lost: int, groups: int, lease_id: str) -> LostLease:
+    """The error for settling groups that a lease no longer holds."""
+    return LostLease(
+        f"{lost} of {groups} groups of lease {lease_id} were taken away (its holder was thought dead, or the buffer was "
+        "closed or restored): nothing was settled, and these groups are handed out again"
+    )
+
+
+# --- capacity -----------------------------------------------------------------------------------------
+
+
+def fitting(contents: Sequence[Content], sizes: Mapping[int, int], usage: Usage, settings: Settings) -> list[int]:
+    """The reservations of the prompts that fit, from the first one on; see `capacity.reservation`."""
+    reserved: list[int] = []
+    needed = 0
+    for content in contents:
+        size = reservation(content.facts, sizes, settings)
+        needed += size
+        if not fits(usage, settings, len(reserved) + 1, needed):
+            break
+        reserved.append(size)
+    return reserved
+
+
+def same_settings(one: Settings, other: Settings) -> bool:
+    """Whether two owners open a storage alike."""
+    # Two policies of one class are the same policy: bound methods only compare equal within one object.
+    chooses = [getattr(settings.choose, "__func__", settings.choose) for settings in (one, other)]
+    return chooses[0] is chooses[1] and replace(one, choose=None) == replace(other, choose=None)
+
+
+# --- streams ------------------------------------------------------------------------------------------
+
+
+def copied(account: Account) -> Account:
+    """An account that shares nothing with the original."""
+    changes: dict[str, Any] = {
+        name: dict(getattr(account, name)) for name in ("ended", "ended_tokens", "reasons", "sizes")
+    }
+    return replace(account, **changes)
+
+
+class StreamCheck:
+    """Checks the rows of a stream that is restored: in order, each identity once, ledgers closed at the end.
+
+    InvalidInput says what is wrong; the caller then restores nothing.
+    """
+
+    def __init__(self, accounts: Mapping[str, Account], next_uid: int, next_timestamp_id: int) -> None:
+        self._accounts = accounts
+        self._next_uid = next_uid
+        self._next_timestamp_id = next_timestamp_id
+        self._last_uid = 0
+        self._seen: set[tuple[str, int]] = set()
+        self._places: dict[str, tuple[dict[Place, int], dict[Place, int]]] = {name: ({}, {}) for name in accounts}
+
+    def row(self, record: Record) -> None:
+        """Check the next row."""
+        if (
+            not self._last_uid < record.uid < self._next_uid
+            or record.timestamp_id >= self._next_timestamp_id
+        ):
+            raise InvalidInput(
+                f"row {record.uid} does not follow row {self._last_uid} below {self._next_uid}; nothing restored"
+            )
+        identity = (record.task_name, record.group_id)
+        if identity in self._seen:
+            raise InvalidInput(
+                f"group {record.group_id} of task {record.task_name!r} appears twice in the stream; nothing restored"
+            )
+        if record.task_name not in self._accounts:
+            raise InvalidInput(
+                f"row {record.uid} is of task {record.task_name!r}, which has no account; nothing restored"
+            )
+        self._last_uid = record.uid
+        self._seen.add(identity)
+        groups, tokens = self._places[record.task_name]
+        groups[record.place] = groups.get(record.place, 0) + 1
+        tokens[record.place] = tokens.get(record.place, 0) + record.tokens
+
+    def end(self) -> None:
+        """Check that the rows close the ledgers of the accounts."""
+        for task_name, account in self._accounts.items():
+            groups, tokens = self._places[task_name]
+            check_closed(account, groups, tokens, task_name)

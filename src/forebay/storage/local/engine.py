@@ -1,144 +1,281 @@
-"""The rules of a storage that lives in this process, over any table of rows.
+"""The state of a storage that lives in this process: rows in a table, accounts, owners, the archive.
 
-`LocalStorage` decides what may move, who may move it and what is counted; a `Table` only finds, keeps and counts
-rows. MemoryStorage brings a table with indexes, PandasStorage a plain one. No operation awaits between its
-first look and its last change, which is what makes it one step on an event loop. Use it from one loop.
+`Engine` decides what may move, who may move it and what is counted; a `Table` only finds, keeps and counts rows. Every
+method is synchronous, so each is one step on an event loop, and returns or notes the tasks that changed: `changed` is
+taken by the storage around the engine, which makes the change durable and calls the listeners. `_keep`, `_status_of` and
+`_handed` are the places where the payload matters. Use an engine from one event loop.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from forebay.core.capacity import check_room, note_size, reservation, response_size
-from forebay.core.ledger import Account, End, Event, Place, Watermark, arrival_event, check_move, rewound_watermark
+from forebay.core.capacity import Settings, check_room, note_size, response_size
+from forebay.core.ledger import Account, Clock, End, Event, Place, arrival_event, check_move, take_event
 from forebay.core.policy import CHOICE_ROWS, checked_choice
-from forebay.core.query import Node, pins, predicate
-from forebay.core.record import Record, Row, number_rollouts
-from forebay.core.rollout import Status
-from forebay.core.staleness import EXPIRABLE, Floors
-from forebay.errors import CursorMoved, DuplicateGroup, LostLease
-from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Reaped, Revision
-from forebay.storage.idempotency import Applied, Counted, Done, Stored
-from forebay.storage.local.ends import LocalEnds, claim_event
-from forebay.storage.rules import new_record, revised_record
+from forebay.core.query import Node, predicate
+from forebay.core.record import Record, Row, group_end, identify, number_rollouts
+from forebay.core.rollout import Group, Status, group_status
+from forebay.core.staleness import EXPIRABLE, NO_FLOORS, Floors
+from forebay.errors import BufferClosed, CursorMoved, InvalidConfig
+from forebay.storage.base import (
+    Arrival,
+    Claim,
+    Claimed,
+    Content,
+    Holding,
+    Purpose,
+    Reaped,
+    Revision,
+    Rows,
+    Summary,
+    TaskSummary,
+)
+from forebay.storage.idempotency import is_held, taken_for_good
+from forebay.storage.local.outbox import Outbox
+from forebay.storage.local.table import Table
+from forebay.storage.rules import (
+    check_return,
+    claim_event,
+    copied,
+    drawn_by_hand,
+    duplicate_in_put,
+    fitting,
+    lost_lease,
+    new_record,
+    revised_record,
+    same_settings,
+)
 
-__all__ = ["LocalStorage", "claim_event"]
+__all__ = ["Engine"]
 
-log = logging.getLogger(__name__)
-
-_ANY_AGE = Floors()
-
-_SLICE = 512
-"""Records looked at before the event loop gets its turn."""
+_NO_TIMES: Mapping[int, float] = {}
+Chosen = list[tuple[str, Status, list[Row]]]
 
 
-class LocalStorage(LocalEnds):
-    """A storage over a table in this process."""
+class Engine:
+    """Rows, accounts and owners of one storage. `durable`: trained groups are archived until their weights are saved."""
 
-    async def reap(self) -> Reaped:
-        if not self._deadlines:
+    def __init__(
+        self,
+        make_table: Callable[[Settings], Table],
+        *,
+        durable: bool = False,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.clock = clock
+        # Setting the wall clock must not end leases; a clock that a test gives serves for both.
+        self.deadline_clock = time.monotonic if clock is time.time else clock
+        self.settings = Settings()
+        self.table = make_table(self.settings)
+        self.accounts: dict[str, Account] = {}
+        self.next_uid = 1
+        self.next_timestamp_id = 1
+        self.archived: deque[int] = deque()
+        self.saved_step: int | None = None  # the model step of the last checkpoint
+        self.outbox = Outbox(bounded=not durable)
+        self.open: set[str] = set()
+        self.deadlines: dict[str, tuple[float, float]] = {}  # owner: (lease_s, deadline)
+        self.streams = 0  # open snapshots; they still see groups that have left
+        self._changed: dict[str, None] = {}
+        self._closed: set[str] = set()
+        self._durable = durable
+        self._make_table = make_table
+
+    def changed(self) -> list[str]:
+        """The tasks whose waiters may continue since the last call."""
+        changed, self._changed = self._changed, {}
+        return list(changed)
+
+    def _change(self, tasks: Iterable[str]) -> None:
+        self._changed.update(dict.fromkeys(tasks))
+
+    def empty_table(self) -> Table:
+        """A table for rows that are to be adopted."""
+        return self._make_table(self.settings)
+
+    def adopt(
+        self, table: Table, accounts: Mapping[str, Account], archived: deque[int], next_uid: int, next_timestamp_id: int
+    ) -> None:
+        """Replace rows and accounts by restored ones."""
+        self.table, self.archived = table, archived
+        self.accounts = {task_name: copied(account) for task_name, account in accounts.items()}
+        self.next_uid, self.next_timestamp_id = next_uid, next_timestamp_id
+        self._change(accounts)
+
+    # --- payloads -------------------------------------------------------------------------------------
+
+    def _keep(self, record: Record, content: Content) -> Group:
+        """The payload of a row that is stored."""
+        identify(content.group, record.task_name, record.group_id)
+        return content.group
+
+    def _status_of(self, row: Row) -> Status:
+        """The status that the samples of a row give it."""
+        return group_status(row.group)
+
+    def _handed(self, rows: list[Row]) -> list[Row]:
+        """Rows that were taken for good, with groups that the caller may change."""
+        if self.streams or self.settings.keep_trained:
+            rows = [Row(row.record, tuple([state.__copy__() for state in row.group])) for row in rows]
+        for row in rows:
+            if row.group:
+                number_rollouts(row.group, row.record.group_id)
+        return rows
+
+    # --- owners ---------------------------------------------------------------------------------------
+
+    def configure(self, settings: Settings) -> None:
+        """Use other settings; InvalidConfig while an owner has the storage open."""
+        if same_settings(settings, self.settings):
+            return
+        if self.open:
+            raise InvalidConfig(
+                f"this storage is open with {self.settings}, and was to be opened with {settings}; all buffers on one "
+                "storage need the same policy and limits"
+            )
+        rows = self.table.rows()
+        self.settings = settings
+        self.table = self._make_table(settings)
+        for row in rows:
+            self.table.add(row)
+
+    def enter(self, owner: str, lease_s: float | None) -> None:
+        """Register an owner."""
+        self.open.add(owner)
+        self._closed.discard(owner)
+        if lease_s is None:
+            self.deadlines.pop(owner, None)
+        else:
+            self.deadlines[owner] = (lease_s, self.deadline_clock() + lease_s)
+
+    def leave(self, owner: str) -> None:
+        """Release the groups of an owner; it can claim nothing afterwards."""
+        self._closed.add(owner)
+        self.release(owner)
+        self.open.discard(owner)
+        self.deadlines.pop(owner, None)
+        self.outbox.release(owner)
+
+    def beat(self, owner: str) -> None:
+        """Renew the deadline of an owner."""
+        known = self.deadlines.get(owner)
+        if known is not None:
+            self.deadlines[owner] = (known[0], self.deadline_clock() + known[0])
+
+    def check_owner(self, owner: str) -> None:
+        """BufferClosed for an owner that was closed."""
+        if owner in self._closed:
+            raise BufferClosed(f"{owner} was closed, and can hold nothing any more")
+
+    def reap(self) -> Reaped:
+        """Release the groups of owners whose deadline has passed."""
+        if not self.deadlines:
             return Reaped({}, None)
-        now = self._deadline_clock()
+        now = self.deadline_clock()
         returned: dict[str, int] = {}
-        for owner, (_, deadline) in list(self._deadlines.items()):
-            if deadline <= now:
-                self._open.discard(owner)
-                self._ends_of.pop(owner, None)
-                for task_name, groups in self._release(owner).items():
-                    returned[task_name] = returned.get(task_name, 0) + groups
-        await self._finish(returned)
-        # An owner that is late holds nothing any more: only those who can still lose something have a deadline.
-        pending = [deadline for _, deadline in list(self._deadlines.values()) if deadline > now]
+        pending = []
+        for owner, (_, deadline) in list(self.deadlines.items()):
+            if deadline > now:
+                pending.append(deadline)
+                continue
+            self.open.discard(owner)
+            self.outbox.release(owner)
+            for task_name, groups in self.release(owner).items():
+                returned[task_name] = returned.get(task_name, 0) + groups
         return Reaped(returned, min(pending) - now if pending else None)
 
-    async def issue(
-        self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
+    def release(self, owner: str) -> dict[str, int]:
+        """Give back the groups of an owner; groups by task."""
+        released: dict[str, int] = {}
+        for row in self.table.held(owner):
+            record = row.record
+            if record.place is Place.LEASED:
+                self._nack(row)
+            else:
+                check_move(Event.ABANDONED, record.place)
+                abandoned = replace(
+                    record,
+                    place=Place.BUFFERED,
+                    status=Status.ABORTED,
+                    owner=None,
+                    timestamp_id=self._take_timestamp_id(),
+                    revision=record.revision + 1,
+                    moved_at=self.clock(),
+                )
+                self.table.replace(record, Row(abandoned, row.group))
+            released[record.task_name] = released.get(record.task_name, 0) + 1
+        self._change(released)
+        return released
+
+    # --- arriving -------------------------------------------------------------------------------------
+
+    def issue(
+        self, task_name: str, contents: Sequence[Content], owner: str, cursor: int, source_state: bytes | None
     ) -> list[Record]:
-        self._check_owner(owner)
-        account = self._accounts.get(task_name) or Account()
+        """See `Storage.issue`."""
+        self.check_owner(owner)
+        account = self.accounts.get(task_name) or Account()
         if account.cursor != cursor:
             raise CursorMoved(task_name, cursor, account.cursor)
         for group_id in range(cursor, cursor + len(contents)):
-            if self._table.find(task_name, group_id) is not None:
-                raise DuplicateGroup(
-                    f"group {group_id} of task {task_name!r} is to be drawn, but was put by hand; groups that are "
-                    "put by hand beside a sampler must have no group_id, or a negative one"
-                )
-        reserved = [reservation(content.facts, account.sizes, self._settings) for content in contents]
-        self._check_room(len(contents), sum(reserved))
-        account = self._account(task_name)
+            if self.table.find(task_name, group_id) is not None:
+                raise drawn_by_hand(task_name, group_id)
+        reserved = fitting(contents, account.sizes, self.table.usage(), self.settings)
+        if not reserved:
+            return []
+        account = self.account(task_name)
         records = []
-        for group_id, (content, size) in enumerate(zip(contents, reserved, strict=True), cursor):
+        for group_id, (content, size) in enumerate(zip(contents, reserved, strict=False), cursor):
             check_move(Event.DRAWN, None)
             row = self._add(task_name, group_id, content, Place.IN_FLIGHT, owner=owner, attempt=1, reserved_bytes=size)
             records.append(row.record)
-        account.issued += len(contents)
-        account.issued_tokens += sum(content.facts.tokens for content in contents)
-        account.cursor += len(contents)
+            account.issued_tokens += content.facts.tokens
+        account.issued += len(records)
+        account.cursor += len(records)
         if source_state is not None:
             account.source_state = source_state
-        await self._finish((), Stored(records))
         return records
 
-    async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
-        returning = self._check_arrivals(arrivals, owner)
+    def put(self, arrivals: Sequence[Arrival], owner: str) -> list[Record]:
+        """See `Storage.put`."""
+        rows = self._returning(arrivals, owner)
         named = {(arrival.task_name, arrival.group_id) for arrival in arrivals}
-        records = [self._arrive(arrival, row, named) for arrival, row in zip(arrivals, returning, strict=True)]
-        await self._finish({arrival.task_name for arrival in arrivals}, Stored(records))
+        records = [self._arrive(arrival, row, named) for arrival, row in zip(arrivals, rows, strict=True)]
+        self._change(arrival.task_name for arrival in arrivals)
         return records
 
-    def _check_arrivals(self, arrivals: Sequence[Arrival], owner: str) -> list[Row | None]:
+    def _returning(self, arrivals: Sequence[Arrival], owner: str) -> list[Row | None]:
         """The rows in flight that the arrivals bring back (None: by hand), or an error before anything changed."""
         rows: list[Row | None] = []
         named: set[tuple[str, int]] = set()
         new_groups = new_bytes = 0
         for arrival in arrivals:
-            group_id = arrival.group_id
-            row = None
+            group_id, row = arrival.group_id, None
             if group_id is not None:
                 identity = (arrival.task_name, group_id)
                 if identity in named:
-                    raise DuplicateGroup(f"group {group_id} of task {arrival.task_name!r} stands twice in one put")
+                    raise duplicate_in_put(*identity)
                 named.add(identity)
-                row = self._returning(arrival, group_id, owner)
+                row = self.table.find(*identity)
+                account = self.accounts.get(arrival.task_name)
+                if not check_return(arrival, group_id, None if row is None else row.record, account, owner):
+                    row = None
             rows.append(row)
             if row is None and not arrival.stale:
                 new_groups += 1
                 new_bytes += arrival.content.facts.bytes
-        if new_groups:
-            self._check_room(new_groups, new_bytes)
+        if new_groups and (self.settings.max_groups is not None or self.settings.max_bytes is not None):
+            check_room(self.table.usage(), self.settings, new_groups, new_bytes)
         return rows
-
-    def _returning(self, arrival: Arrival, group_id: int, owner: str) -> Row | None:
-        task_name, attempt = arrival.task_name, arrival.attempt
-        row = self._table.find(task_name, group_id)
-        if row is not None and row.record.place is Place.IN_FLIGHT:
-            if attempt == row.record.attempt or (attempt is None and row.record.owner == owner):
-                return row
-            raise LostLease(
-                f"group {group_id} of task {task_name!r} is in flight under attempt {row.record.attempt}, held by "
-                f"{row.record.owner}; attempt {attempt} of {owner} no longer holds it: drop this result"
-            )
-        if attempt is not None:
-            where = "has ended" if row is None else f"is {row.record.place}"
-            raise LostLease(
-                f"group {group_id} of task {task_name!r} {where}; attempt {attempt} no longer holds it: drop "
-                "this result"
-            )
-        if row is not None:
-            raise DuplicateGroup(f"group {group_id} of task {task_name!r} is already there: it is {row.record.place}")
-        account = self._accounts.get(task_name)
-        if account is not None and 0 <= group_id < account.cursor:
-            raise DuplicateGroup(f"group {group_id} of task {task_name!r} was drawn and has already ended")
-        return None
 
     def _arrive(self, arrival: Arrival, row: Row | None, named: Collection[tuple[str, int | None]]) -> Record:
         task_name, content = arrival.task_name, arrival.content
-        account = self._account(task_name)
+        account = self.account(task_name)
         place = None if row is None else row.record.place
         issued_tokens, reset_tokens = arrival.tokens(0 if row is None else row.record.tokens)
         account.issued_tokens += issued_tokens
@@ -153,56 +290,86 @@ class LocalStorage(LocalEnds):
             if isinstance(target, End):
                 self._end(row, target, arrival.reason)
             return row.record
-        if self._settings.max_bytes is not None and (size := response_size(content.facts)) is not None:
+        if self.settings.max_bytes is not None and (size := response_size(content.facts)) is not None:
             note_size(account.sizes, size)
         if isinstance(target, End):
             facts = content.facts
             ended = replace(row.record, tokens=facts.tokens, status=facts.status, session_ids=facts.session_ids)
-            last = Row(ended, content.group)
-            self._table.replace(row.record, last)
+            last = Row(ended, row.group)
+            self.table.replace(row.record, last)
             self._end(last, target, arrival.reason)
             return last.record
-        group = self._kept(content, task_name, row.record.group_id)
         record = replace(
             revised_record(row.record, content),
             timestamp_id=self._take_timestamp_id(),
             place=Place.BUFFERED,
             owner=None,
-            moved_at=self._clock(),
+            moved_at=self.clock(),
         )
-        self._table.replace(row.record, Row(record, group))
+        self.table.replace(row.record, Row(record, self._keep(record, content)))
         return record
 
-    async def claim(self, claim: Claim) -> Claimed | None:
-        chosen = self._choose(claim)
-        if chosen is None:
-            return None
-        claimed = self._claim(claim, chosen)
-        # Taking makes room; leasing and drawing let nobody go on.
-        taken = [task_name for task_name, rows in claimed.items() if rows] if claim.purpose is Purpose.TAKE else ()
-        await self._finish(taken)
-        return claimed
+    def _hand_id(self, task_name: str, account: Account, named: Collection[tuple[str, int | None]]) -> int:
+        # A user may have put negative ids of its own, earlier or in this very call.
+        while (task_name, account.next_hand_id) in named or self.table.find(task_name, account.next_hand_id):
+            account.next_hand_id -= 1
+        account.next_hand_id -= 1
+        return account.next_hand_id + 1
 
-    def _claim(self, claim: Claim, chosen: list[tuple[str, Status, list[Row]]]) -> Claimed:
-        claimed: Claimed = {task_name: [] for task_name in claim.wants}
-        for task_name, status, rows in chosen:
-            claimed[task_name] += self._claim_rows(task_name, status, rows, claim)
-        return claimed
+    def _take_timestamp_id(self) -> int:
+        self.next_timestamp_id += 1
+        return self.next_timestamp_id - 1
 
-    def _choose(self, claim: Claim) -> list[tuple[str, Status, list[Row]]] | None:
-        self._check_owner(claim.owner)
-        table, choose = self._table, self._settings.choose
+    def _add(
+        self,
+        task_name: str,
+        group_id: int,
+        content: Content,
+        place: Place,
+        *,
+        owner: str | None = None,
+        attempt: int = 0,
+        reserved_bytes: int = 0,
+    ) -> Row:
+        record = new_record(
+            content,
+            uid=self.next_uid,
+            timestamp_id=self._take_timestamp_id(),
+            task_name=task_name,
+            group_id=group_id,
+            place=place,
+            now=self.clock(),
+            owner=owner,
+            attempt=attempt,
+            reserved_bytes=reserved_bytes,
+        )
+        self.next_uid += 1
+        row = Row(record, self._keep(record, content))
+        self.table.add(row)
+        return row
+
+    # --- claiming -------------------------------------------------------------------------------------
+
+    def choose(self, claim: Claim) -> Chosen | None:
+        """The rows of a claim by task and status; None if `whole` and not everything is there.
+
+        Reaps dead owners and advances the clocks of the claim first.
+        """
+        self.check_owner(claim.owner)
+        self.reap()
+        self.advance(claim.clocks)
+        table, choose = self.table, self.settings.choose
         by_group = claim.purpose is Purpose.DRAW
-        chosen: list[tuple[str, Status, list[Row]]] = []
+        chosen: Chosen = []
         for task_name, wanted in claim.wants.items():
             if claim.whole and sum(table.count(task_name, status) for status in claim.statuses) < wanted:
                 return None
-            floors = self._floors(task_name, claim.floors.get(task_name))
+            floors = self._floors(task_name)
             missing = wanted
             for status in claim.statuses:
                 if missing <= 0:
                     break
-                fresh = floors if status in EXPIRABLE else _ANY_AGE
+                fresh = floors if status in EXPIRABLE else NO_FLOORS
                 if choose is None or by_group:
                     rows = table.first(task_name, status, missing, fresh, by_group=by_group)
                 else:
@@ -216,18 +383,29 @@ class LocalStorage(LocalEnds):
                 return None
         return chosen
 
+    def take(self, claim: Claim, chosen: Chosen | None) -> Claimed:
+        """Move chosen rows to where the claim takes them."""
+        rows: Rows | None = None
+        if chosen is not None:
+            rows = {task_name: [] for task_name in claim.wants}
+            for task_name, status, found in chosen:
+                rows[task_name] += self._claim_rows(task_name, status, found, claim)
+            if claim.purpose is Purpose.TAKE:  # taking makes room; leasing and drawing let no waiter continue
+                self._change(task_name for task_name, taken in rows.items() if taken)
+        accounts = {task_name: self.accounts.get(task_name) for task_name in claim.wants}
+        limits = {task_name: account.limits for task_name, account in accounts.items() if account is not None}
+        return Claimed(rows, tuple([task_name for task_name in claim.wants if self._is_due(task_name)]), limits)
+
+    def _is_due(self, task_name: str) -> bool:
+        floors = self._floors(task_name)
+        return floors is not NO_FLOORS and any(self.table.stale(task_name, status, floors, 1) for status in EXPIRABLE)
+
     def _claim_rows(self, task_name: str, status: Status, rows: list[Row], claim: Claim) -> list[Row]:
-        """Move buffered rows of one task and status to where the claim takes them."""
         target = check_move(claim_event(claim.purpose, status), Place.BUFFERED)
         if isinstance(target, End):
             self._end_rows(task_name, rows, target, None)
-            if self._streams or self._settings.keep_trained:
-                rows = [Row(row.record, tuple([state.__copy__() for state in row.group])) for row in rows]
-            for row in rows:
-                if row.group:
-                    number_rollouts(row.group, row.record.group_id)
-            return rows
-        now = self._clock()
+            return self._handed(rows)
+        now = self.clock()
         moved = []
         for row in rows:
             record = row.record
@@ -244,113 +422,102 @@ class LocalStorage(LocalEnds):
             else:
                 changed = replace(record, place=target, owner=claim.owner, attempt=record.attempt + 1, moved_at=now)
             row = Row(changed, row.group)
-            self._table.replace(record, row)
+            self.table.replace(record, row)
             moved.append(row)
         return moved
 
-    async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None = None) -> None:
-        rows = [self._table.get(uid) for uid in uids]
-        lost = sum(row is None or row.record.lease_id != lease_id for row in rows)
-        if lost:
-            raise LostLease(
-                f"{lost} of {len(uids)} groups of lease {lease_id} were taken away (its holder was thought dead, or "
-                "the buffer was closed or restored): nothing was settled, and these groups are handed out again"
-            )
-        tasks = set()
+    def undo(self, rows: Rows, moved_at: Mapping[int, float] = _NO_TIMES) -> None:
+        """Put back claimed rows that have not moved since. `moved_at`: from before the claim."""
+        self._change(
+            row.record.task_name
+            for claimed in rows.values()
+            for row in claimed
+            if (self._undo_end(row) if taken_for_good(row.record) else self._undo_hold(row.record, moved_at))
+        )
+
+    def _undo_hold(self, claimed: Record, moved_at: Mapping[int, float]) -> bool:
+        row = self.table.get(claimed.uid)
+        if row is None or not is_held(row.record, claimed):
+            return False
+        now = row.record
+        back = replace(
+            now,
+            place=Place.BUFFERED,
+            owner=None,
+            lease_id=None,
+            train_step=None,
+            deliveries=now.deliveries - (now.place is Place.LEASED),
+            moved_at=moved_at.get(now.uid, now.moved_at),
+        )
+        self.table.replace(now, Row(back, row.group))
+        return True
+
+    def _undo_end(self, row: Row) -> bool:
+        record = row.record
+        now = self.table.get(record.uid)
+        if now is not None:
+            if now.record.place is not Place.ARCHIVED:
+                return False  # it is back already
+            self.archived.remove(record.uid)
+            self.table.replace(now.record, Row(record, now.group))
+        elif self.table.find(record.task_name, record.group_id) is not None:
+            return False  # its identity was put again by hand
+        else:
+            self.table.add(row)
+        end = check_move(take_event(record.status), Place.BUFFERED)
+        assert isinstance(end, End)
+        self.account(record.task_name).end(end, -record.tokens, None, groups=-1)
+        self.outbox.retract(group_end(record, end, None))
+        return True
+
+    # --- leaving --------------------------------------------------------------------------------------
+
+    def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
+        """See `Storage.settle`."""
+        rows = [row for uid in uids if (row := self.table.get(uid)) is not None and row.record.lease_id == lease_id]
+        if len(rows) < len(uids):
+            raise lost_lease(len(uids) - len(rows), len(uids), lease_id)
         for row in rows:
-            assert row is not None
-            tasks.add(row.record.task_name)
             target = check_move(event, row.record.place)
             if isinstance(target, End):
                 self._end(row, target, reason)
             else:
                 self._nack(row)
-        await self._finish(tasks, Done())
-
-    async def release(self, owner: str) -> dict[str, int]:
-        released = self._release(owner)
-        await self._finish(released)
-        return released
-
-    def _release(self, owner: str) -> dict[str, int]:
-        released: dict[str, int] = {}
-        for row in self._table.held(owner):
-            record = row.record
-            if record.place is Place.LEASED:
-                self._nack(row)
-            else:
-                check_move(Event.ABANDONED, record.place)
-                abandoned = replace(
-                    record,
-                    place=Place.BUFFERED,
-                    status=Status.ABORTED,
-                    owner=None,
-                    timestamp_id=self._take_timestamp_id(),
-                    revision=record.revision + 1,
-                    moved_at=self._clock(),
-                )
-                self._table.replace(record, Row(abandoned, row.group))
-            released[record.task_name] = released.get(record.task_name, 0) + 1
-        return released
+        self._change(row.record.task_name for row in rows)
 
     def _nack(self, row: Row) -> None:
         record = row.record
         check_move(Event.NACKED, record.place)
-        back = replace(record, place=Place.BUFFERED, owner=None, lease_id=None, train_step=None, moved_at=self._clock())
-        self._table.replace(record, Row(back, row.group))
+        back = replace(record, place=Place.BUFFERED, owner=None, lease_id=None, train_step=None, moved_at=self.clock())
+        self.table.replace(record, Row(back, row.group))
 
-    async def set_watermark(self, watermarks: Mapping[str, Watermark]) -> None:
-        moved = []
-        for task_name, watermark in watermarks.items():
-            account = self._account(task_name)
-            if account.watermark is not None and account.watermark.train_step > watermark.train_step:
-                watermark = replace(watermark, train_step=account.watermark.train_step)
-            if account.watermark != watermark:
-                account.watermark = watermark
-                moved.append(task_name)
-        await self._finish(moved)
-
-    async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
-        floors = self._floors(task_name, None)
-        rows: list[Row] = []
-        for status in statuses:
-            if len(rows) < limit:
-                rows += self._table.stale(task_name, status, floors, limit - len(rows))
-        return await self._loaded(rows) if rows else rows
-
-    async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
-        tasks = set()
+    def revise(self, revisions: Sequence[Revision]) -> list[bool]:
+        """See `Storage.revise`."""
         applied = []
         for revision in revisions:
-            row = self._table.get(revision.uid)
-            current = (
-                row is not None and row.record.revision == revision.revision and row.record.place is Place.BUFFERED
-            )
-            applied.append(current)
-            if not current:
+            row = self.table.get(revision.uid)
+            record = None if row is None else row.record
+            if row is None or record is None or record.revision != revision.revision or record.place is not Place.BUFFERED:
+                applied.append(False)
                 continue
-            assert row is not None
-            record = row.record
-            tasks.add(record.task_name)
+            applied.append(True)
+            self._change((record.task_name,))
             if revision.content is None:
                 target = check_move(Event.STALE, record.place)
                 assert isinstance(target, End)
                 self._end(row, target, "stale")
             else:
-                account = self._account(record.task_name)
+                account = self.account(record.task_name)
                 account.reset_tokens += max(0, record.tokens - revision.content.facts.tokens)
-                group = self._kept(revision.content, record.task_name, record.group_id)
-                self._table.replace(record, Row(revised_record(record, revision.content), group))
-        await self._finish(tasks, Applied(applied))
+                revised = revised_record(record, revision.content)
+                self.table.replace(record, Row(revised, self._keep(revised, revision.content)))
         return applied
 
-    async def discard(self, node: Node, reason: str) -> dict[str, int]:
+    def discard(self, uids: Iterable[int], node: Node, reason: str, discarded: dict[str, int]) -> None:
+        """End those of these rows that are buffered and match; adds to the counts by task."""
         matches = predicate(node)
-        discarded: dict[str, int] = {}
-        for looked_at, uid in enumerate(self._table.candidates(pins(node) | {"place": frozenset({Place.BUFFERED})})):
-            if looked_at % _SLICE == _SLICE - 1:
-                await asyncio.sleep(0)
-            row = self._table.get(uid)
+        for uid in uids:
+            row = self.table.get(uid)
             if row is None or row.record.place is not Place.BUFFERED or not matches(row.record):
                 continue
             target = check_move(Event.DISCARDED, row.record.place)
@@ -358,92 +525,174 @@ class LocalStorage(LocalEnds):
             self._end(row, target, reason)
             task_name = row.record.task_name
             discarded[task_name] = discarded.get(task_name, 0) + 1
-        await self._finish(discarded, Counted(discarded))
-        return discarded
+            self._change((task_name,))
 
-    async def set_priority(self, priorities: Mapping[int, float]) -> int:
-        changed = 0
-        for uid, priority in priorities.items():
-            row = self._table.get(uid)
-            if row is not None:
-                self._table.replace(row.record, Row(replace(row.record, priority=priority), row.group))
-                changed += 1
-        await self._finish(())
-        return changed
+    def fail(self, reasons: Mapping[int, str]) -> dict[str, int]:
+        """See `Storage.fail`."""
+        failed: dict[str, int] = {}
+        for uid, reason in reasons.items():
+            row = self.table.get(uid)
+            if row is None:
+                continue
+            record = row.record
+            if record.place is Place.ARCHIVED:  # it has already ended
+                self.archived.remove(uid)
+                self.table.remove((record,))
+            else:
+                self._end(row, End.FAILED, reason)
+                failed[record.task_name] = failed.get(record.task_name, 0) + 1
+        self._change(failed)
+        return failed
 
-    async def saved(self, model_step: int) -> None:
-        self._saved_step = model_step
+    def _end(self, row: Row, end: End, reason: str | None) -> None:
+        self._end_rows(row.record.task_name, (row,), end, reason)
+
+    def _end_rows(self, task_name: str, rows: Sequence[Row], end: End, reason: str | None) -> None:
+        """Book rows out, and remove or archive them."""
+        if not rows:
+            return
+        tokens = sum([row.record.tokens for row in rows])
+        self.account(task_name).end(end, tokens, reason, groups=len(rows))
+        if self.outbox.noting:
+            for row in rows:
+                self.outbox.note(group_end(row.record, end, reason))
+        if end is not End.TRAINED or not any(self.settings.keep_trained or self._unsaved(row.record) for row in rows):
+            self.table.remove([row.record for row in rows])
+            return
+        now = self.clock()
+        for row in rows:
+            archived = replace(
+                row.record,
+                place=Place.ARCHIVED,
+                status=Status.ARCHIVED,
+                owner=None,
+                lease_id=None,
+                revision=row.record.revision + 1,
+                moved_at=now,
+            )
+            self.table.replace(row.record, Row(archived, row.group))
+            self.archived.append(archived.uid)
         self._trim_archive()
-        await self._finish(())
 
-    async def saved_step(self) -> int | None:
-        return self._saved_step
+    # --- the archive ----------------------------------------------------------------------------------
 
-    async def rewind(self, model_step: int) -> dict[str, int]:
-        archived = [row for uid in self._archived if (row := self._table.get(uid)) is not None]
-        lost = [row for row in archived if row.record.train_step is not None and row.record.train_step > model_step]
+    def _unsaved(self, record: Record) -> bool:
+        """Whether the weights that were trained on a group could still be lost, and the group be needed again."""
+        return (
+            self._durable
+            and self.saved_step is not None
+            and record.train_step is not None
+            and record.train_step > self.saved_step
+        )
+
+    def _trim_archive(self) -> None:
+        while len(self.archived) > self.settings.keep_trained:
+            oldest = self.table.get(self.archived[0])
+            if oldest is not None and self._unsaved(oldest.record):
+                return
+            self.archived.popleft()
+            if oldest is not None:
+                self.table.remove((oldest.record,))
+
+    def saved(self, model_step: int) -> None:
+        """See `Storage.saved`."""
+        self.saved_step = model_step
+        self._trim_archive()
+
+    def trained_after(self, model_step: int) -> list[Row]:
+        """The archived rows that a rewind to these weights brings back."""
+        archived = [row for uid in self.archived if (row := self.table.get(uid)) is not None]
+        return [row for row in archived if row.record.train_step is not None and row.record.train_step > model_step]
+
+    def rewind(self, rows: Sequence[Row], model_step: int) -> dict[str, int]:
+        """Bring archived rows (with their payload) back; see `Storage.rewind`."""
         rewound: dict[str, int] = {}
-        for row in await self._loaded(lost) if lost else ():
+        for row in rows:
             record = row.record
             check_move(Event.REWOUND, record.place)
-            self._account(record.task_name).end(End.TRAINED, -record.tokens, None, groups=-1)
+            self.account(record.task_name).end(End.TRAINED, -record.tokens, None, groups=-1)
             back = replace(
                 record,
                 place=Place.BUFFERED,
                 status=self._status_of(row),
                 train_step=None,
                 revision=record.revision + 1,
-                moved_at=self._clock(),
+                moved_at=self.clock(),
             )
-            self._table.replace(record, Row(back, row.group))
-            self._archived.remove(record.uid)
+            self.table.replace(record, Row(back, row.group))
+            self.archived.remove(record.uid)
             rewound[record.task_name] = rewound.get(record.task_name, 0) + 1
-        for account in self._accounts.values():
-            account.watermark = rewound_watermark(account.watermark, model_step)
-        self._saved_step = model_step
-        await self._finish(rewound)
+        for account in self.accounts.values():
+            account.rewind(model_step)
+        self.saved_step = model_step
+        self._change(rewound)
         return rewound
 
-    def _check_room(self, groups: int, size: int) -> None:
-        if self._settings.max_groups is not None or self._settings.max_bytes is not None:
-            check_room(self._table.usage(), self._settings, groups, size)
+    # --- clocks, priorities, reads --------------------------------------------------------------------
 
-    def _hand_id(self, task_name: str, account: Account, named: Collection[tuple[str, int | None]]) -> int:
-        # A user may have put negative ids of its own, earlier or in this very call.
-        while (task_name, account.next_hand_id) in named or self._table.find(task_name, account.next_hand_id):
-            account.next_hand_id -= 1
-        account.next_hand_id -= 1
-        return account.next_hand_id + 1
+    def account(self, task_name: str) -> Account:
+        """The account of a task, made if there is none."""
+        account = self.accounts.get(task_name)
+        if account is None:
+            account = self.accounts[task_name] = Account()
+        return account
 
-    def _take_timestamp_id(self) -> int:
-        self._next_timestamp_id += 1
-        return self._next_timestamp_id - 1
+    def _floors(self, task_name: str) -> Floors:
+        account = self.accounts.get(task_name)
+        return NO_FLOORS if account is None else account.floors
 
-    def _add(
-        self,
-        task_name: str,
-        group_id: int,
-        content: Content,
-        place: Place,
-        *,
-        owner: str | None = None,
-        attempt: int = 0,
-        reserved_bytes: int = 0,
-    ) -> Row:
-        group = self._kept(content, task_name, group_id)
-        record = new_record(
-            content,
-            uid=self._next_uid,
-            timestamp_id=self._take_timestamp_id(),
-            task_name=task_name,
-            group_id=group_id,
-            place=place,
-            now=self._clock(),
-            owner=owner,
-            attempt=attempt,
-            reserved_bytes=reserved_bytes,
+    def advance(self, clocks: Mapping[str, Clock]) -> None:
+        """See `Storage.advance`."""
+        self._change([task_name for task_name, clock in clocks.items() if self.account(task_name).advance(clock)])
+
+    def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
+        """See `Storage.due`."""
+        floors = self._floors(task_name)
+        rows: list[Row] = []
+        for status in statuses:
+            if len(rows) < limit:
+                rows += self.table.stale(task_name, status, floors, limit - len(rows))
+        return rows
+
+    def set_priority(self, priorities: Mapping[int, float]) -> int:
+        """See `Storage.set_priority`."""
+        rows = [(row, priority) for uid, priority in priorities.items() if (row := self.table.get(uid)) is not None]
+        for row, priority in rows:
+            self.table.replace(row.record, Row(replace(row.record, priority=priority), row.group))
+        return len(rows)
+
+    def summary(self, tasks: Collection[str] | None, holdings: bool) -> Summary:
+        """See `Storage.summary`."""
+        names = self.accounts if tasks is None else [name for name in tasks if name in self.accounts]
+        return Summary(
+            {task_name: self._task_summary(task_name) for task_name in names},
+            self.table.usage(),
+            self._holdings() if holdings else (),
+            self.saved_step,
         )
-        self._next_uid += 1
-        row = Row(record, group)
-        self._table.add(row)
-        return row
+
+    def _task_summary(self, task_name: str) -> TaskSummary:
+        table, account = self.table, self.accounts[task_name]
+        statuses = {status: n for status in Status if (n := table.count(task_name, status))}
+        fresh = statuses
+        floors = account.floors
+        if floors is not NO_FLOORS:
+            fresh = dict(statuses)
+            for status in EXPIRABLE:
+                if status in fresh:
+                    fresh[status] = table.count_fresh(task_name, status, floors)
+        places, tokens = (table.places(task_name, tokens=tokens) for tokens in (False, True))
+        return TaskSummary(copied(account), statuses, fresh, places, tokens)
+
+    def _holdings(self) -> list[Holding]:
+        now = self.clock()
+        held: dict[tuple[str, Place, str], list[Record]] = {}
+        for owner in self.table.owners():
+            for row in self.table.held(owner):
+                held.setdefault((row.record.task_name, row.record.place, owner), []).append(row.record)
+        holdings = []
+        for (task_name, place, owner), records in held.items():
+            oldest = min(records, key=lambda record: (record.moved_at, record.uid))
+            age_s = max(0.0, now - oldest.moved_at)
+            holdings.append(Holding(task_name, place, owner, len(records), oldest.group_id, age_s))
+        return sorted(holdings, key=lambda holding: -holding.oldest_age_s)

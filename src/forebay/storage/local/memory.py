@@ -9,6 +9,7 @@ Rows are not tracked by Python's cycle collector: its pauses stay short at a mil
 from __future__ import annotations
 
 import heapq
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from operator import itemgetter
@@ -20,8 +21,9 @@ from forebay.core.query import Pins
 from forebay.core.record import Record, Row, is_fresh
 from forebay.core.rollout import Status
 from forebay.core.staleness import EXPIRABLE, Floors
-from forebay.storage.base import Usage
-from forebay.storage.local.engine import LocalStorage
+from forebay.core.capacity import Usage
+from forebay.storage.local.engine import Engine
+from forebay.storage.local.storage import LocalStorage
 from forebay.storage.local.sorted_keys import SortedKeys
 from forebay.storage.local.table import Table
 
@@ -42,12 +44,12 @@ def _packed(number: int, uid: int) -> int:
 class MemoryStorage(LocalStorage):
     """The default storage: fast, indexed, gone with the process."""
 
-    def _make_table(self, order: Order) -> Table:
-        return MemoryTable(order)
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(Engine(lambda settings: MemoryTable(settings.order), clock=clock))
 
     def _check(self) -> None:
         """Assert that indexes, counts and rows agree."""
-        table = self._table
+        table = self._engine.table
         assert isinstance(table, MemoryTable)
         table._check()
 

@@ -7,7 +7,8 @@ and `frame()` is what a person explores in a notebook.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from forebay.core.query import Pins
 from forebay.core.record import Record, Row, is_fresh
 from forebay.core.rollout import Group, Status
 from forebay.core.staleness import Floors
-from forebay.storage.base import Usage
-from forebay.storage.local.engine import LocalStorage
+from forebay.core.capacity import Usage
+from forebay.storage.local.engine import Engine
+from forebay.storage.local.storage import LocalStorage
 from forebay.storage.local.table import Table
 
 __all__ = ["PandasStorage"]
@@ -38,12 +40,12 @@ _DTYPES: Any = {
 class PandasStorage(LocalStorage):
     """A storage that answers from a DataFrame."""
 
-    def _make_table(self, order: Order) -> Table:
-        return _FrameTable(order)
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        super().__init__(Engine(lambda settings: _FrameTable(settings.order), clock=clock))
 
     def frame(self) -> pd.DataFrame:
         """The records of all groups as they are now, a row each, indexed by uid; yours to change."""
-        table = self._table
+        table = self._engine.table
         assert isinstance(table, _FrameTable)
         return table.frame()
 

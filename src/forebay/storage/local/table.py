@@ -14,7 +14,7 @@ from forebay.core.query import Pins
 from forebay.core.record import Record, Row
 from forebay.core.rollout import Status
 from forebay.core.staleness import Floors
-from forebay.storage.base import Usage
+from forebay.core.capacity import Usage
 
 __all__ = ["Table"]
 
