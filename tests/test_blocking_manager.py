@@ -671,7 +671,7 @@ def test_closing_gives_back_a_batch_that_is_being_trained_on(caplog: pytest.LogC
     with running(buffer=buffer) as manager:
         with pytest.raises(BufferClosed), manager.get_batch(4, 1, timeout_s=HANG_S):
             manager.close()
-        assert asyncio.run(buffer.storage.ledger())[TASK]["leased"] == 0
+        assert asyncio.run(buffer.storage.summary()).ledger()[TASK]["leased"] == 0
 
     def train(manager: blocking.DisaggregatedAgentLoopManager) -> None:
         with manager.get_batch(4, 1, timeout_s=HANG_S):
@@ -687,7 +687,7 @@ def test_closing_returns_what_is_in_flight() -> None:
     buffer = ReplayBuffer()
     with running(never, buffer=buffer) as manager:
         until(lambda: line(manager)["in_flight"] == 4)
-    ledger = asyncio.run(buffer.storage.ledger())[TASK]
+    ledger = asyncio.run(buffer.storage.summary()).ledger()[TASK]
     assert (ledger["in_flight"], ledger["buffered"]) == (0, 4)
 
 

@@ -43,6 +43,7 @@ from forebay import (
     Timeouts,
     TooManyFailures,
 )
+from forebay.buffer.internal import internals
 from forebay.core.validate import RESERVED_NAMES
 from forebay.manager.base import Manager
 from forebay.testing import make_group
@@ -194,7 +195,9 @@ async def test_groups_that_are_left_over_are_used_next_time() -> None:
     second = await plane.manager.produce_batch(2, 2, model_step=1)
     left = {0, 1, 2} - set(ids(first.groups))
     assert left < set(ids(second.groups))
-    assert (await plane.buffer.position("math"))[0] == 6, "one there, one again, two new ones beyond the target"
+    assert (await internals(plane.buffer).position("math"))[0] == 6, (
+        "one there, one again, two new ones beyond the target"
+    )
     await plane.check_idle()
 
 
@@ -872,7 +875,7 @@ async def test_the_limits_of_a_task_hold_before_it_has_produced_anything() -> No
     await buffer.set_limits("math", stale_threshold=9)
     await buffer.put(make_group(model_step=0), "math", model_step=0)
     colocated(buffer=buffer)
-    assert await buffer.try_lease({"math": 1}, train_step=4) is None
+    assert await internals(buffer).try_lease({"math": 1}, train_step=4) is None
 
 
 # --- looking --------------------------------------------------------------------------------------------

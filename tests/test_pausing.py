@@ -20,6 +20,7 @@ from forebay import (
     StorageError,
     Timeouts,
 )
+from forebay.buffer.internal import internals
 from forebay.core.record import Record
 from forebay.storage.base import Arrival, Claim, Claimed, Content
 from forebay.testing import make_group, simulate
@@ -352,7 +353,7 @@ async def test_nothing_is_drawn_behind_the_back_of_a_pause() -> None:
     await asyncio.sleep(5)
     await producer.strategy.pause()
     await producing
-    assert await producer.buffer.position(TASK) == (0, None)
+    assert await internals(producer.buffer).position(TASK) == (0, None)
 
 
 @simulated
@@ -417,7 +418,7 @@ async def test_a_checkpoint_after_a_pause_has_every_group(tmp_path: Path) -> Non
     restored = ReplayBuffer()
     await restored.resume(path)
     assert await restored.count(TASK, Status.COMPLETED) == 4
-    assert (await restored.position(TASK))[0] == 4
+    assert (await internals(restored).position(TASK))[0] == 4
 
 
 @simulated

@@ -13,6 +13,7 @@ import numpy as np
 import ray
 
 from forebay import NoSuchBuffer, ReplayBuffer, ReplayBufferConfig, RolloutState, Status, blocking
+from forebay.buffer.internal import internals
 from forebay.ray import RayReplayBuffer
 from forebay.ray.actor import NAMESPACE
 from tests.processes import HANG_S
@@ -173,8 +174,8 @@ async def connected(name: str) -> AsyncIterator[RayReplayBuffer]:
 
 async def drawn(buffer: ReplayBuffer, n: int, task_name: str = TASK) -> list[list[RolloutState]]:
     """New prompts."""
-    cursor, _ = await buffer.position(task_name)
-    return await buffer.issue(prompts(n), task_name, cursor=cursor)
+    cursor, _ = await internals(buffer).position(task_name)
+    return await internals(buffer).issue(prompts(n), task_name, cursor=cursor)
 
 
 async def fill(buffer: ReplayBuffer, n: int, task_name: str = TASK, tokens: int = 3) -> list[int]:

@@ -106,7 +106,7 @@ def another(storage: PostgresStorage) -> PostgresStorage:
 
 
 async def line(storage: PostgresStorage, task_name: str = "math") -> dict[str, int]:
-    found = (await storage.ledger())[task_name]
+    found = (await storage.summary()).ledger()[task_name]
     assert found["issued"] == sum(found.values()) - found["issued"]
     return {name: n for name, n in found.items() if n}
 
@@ -232,7 +232,7 @@ async def test_capacity_holds_among_concurrent_putters() -> None:
             *(storage.put([by_hand()], owner="me") for _ in range(12)), return_exceptions=True
         )
         assert sum(isinstance(result, list) for result in results) == 5
-        assert (await storage.usage()).groups == 5
+        assert (await storage.summary(())).usage.groups == 5
 
 
 async def test_hand_ids_avoid_those_that_users_put_there() -> None:
@@ -377,7 +377,7 @@ async def test_a_cancelled_put_happened_or_not_and_is_never_half_done() -> None:
             await asyncio.sleep(n * 0.001)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            assert (await line(storage) if await storage.ledger() else {}).get("buffered", 0) % 5 == 0
+            assert (await line(storage) if (await storage.summary()).ledger() else {}).get("buffered", 0) % 5 == 0
             assert not await storage.verify()
 
 
@@ -455,7 +455,7 @@ async def test_a_failed_restore_leaves_an_empty_store_that_can_be_used() -> None
     async with opened(storage):
         with pytest.raises(OSError, match="disk is gone"):
             await storage.restore({"math": Account()}, 1, 1, broken())
-        assert await storage.ledger() == {}
+        assert (await storage.summary()).ledger() == {}
         await storage.put([by_hand()], owner="me")
         with pytest.raises(InvalidInput, match="empty storage"):
             await storage.restore({}, 1, 1, broken())
@@ -635,7 +635,7 @@ async def test_g07_a_damaged_payload_costs_its_group_and_nothing_else() -> None:
         assert claimed is not None
         assert [row.record.uid for row in claimed["math"]] == [record.uid for record in records[2:]]
         assert await line(storage) == {"issued": 5, "leased": 3, "failed": 2}
-        assert (await storage.account("math")).reasons == {"its payload was damaged on disk": 2}
+        assert (await storage.summary()).task("math").account.reasons == {"its payload was damaged on disk": 2}
 
 
 # --- the server goes away -----------------------------------------------------------------------------

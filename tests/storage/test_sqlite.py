@@ -28,6 +28,7 @@ from forebay import (
     UnreadableData,
     UnsupportedPayload,
 )
+from forebay.buffer.internal import internals
 from forebay.storage.sqlite import SQLiteStorage, place
 from forebay.testing import make_group
 from tests.processes import HANG_S, finished
@@ -63,7 +64,7 @@ async def test_g07_everything_is_there_after_a_reopen(buffer: ReplayBuffer, path
     assert (first.response, first.reward, first.group_id) == ("391", {"score": 1.0}, 5)
     (record,) = await again.query({"place": "leased"})
     assert (dict(record.tags), record.priority, record.deliveries) == ({"a": 1}, 3.0, 2)
-    assert (await again.position("math"))[0] == 2
+    assert (await internals(again).position("math"))[0] == 2
     assert await again.put(make_group(), "math") not in {1, 2, 3}
     await again.close()
 
@@ -98,7 +99,7 @@ async def test_what_is_not_plain_data_is_refused_before_anything_changed(buffer:
     with pytest.raises(UnsupportedPayload, match=r"\$\[0\]\.message\[0\]\.content"):
         await buffer.put_many([make_group(), bad], "math")
     with pytest.raises(UnsupportedPayload):
-        await buffer.issue([bad], "math", cursor=0)
+        await internals(buffer).issue([bad], "math", cursor=0)
     assert await buffer.ledger() == {}
 
 
@@ -233,7 +234,7 @@ async def test_many_putters_at_once_share_commits(buffer: ReplayBuffer) -> None:
     assert isinstance(storage, SQLiteStorage)
     commits: list[str] = []
     await storage._do(
-        lambda connection: connection.set_trace_callback(
+        lambda transaction: transaction.connection.set_trace_callback(
             lambda statement: commits.append(statement) if statement == "COMMIT" else None
         ),
         alone=True,
