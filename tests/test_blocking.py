@@ -118,7 +118,7 @@ def test_every_method_works(buffer: blocking.ReplayBuffer, tmp_path: Path) -> No
         buffer.lease_batch({"math": 1}, train_step=1, timeout_s=0)
 
 
-def test_a_lease_is_given_back_on_an_exception(buffer: blocking.ReplayBuffer) -> None:
+def test_an_exception_in_the_block_returns_the_leased_groups(buffer: blocking.ReplayBuffer) -> None:
     buffer.put(make_group(), "math")
     with pytest.raises(RuntimeError), buffer.lease_batch({"math": 1}, train_step=1) as lease:
         raise RuntimeError("out of memory")
@@ -133,7 +133,7 @@ def test_a_lease_can_reject(buffer: blocking.ReplayBuffer) -> None:
     assert buffer.reasons() == {"math": {"no gradient": 1}}
 
 
-def test_threads_hammer_it_and_nothing_is_lost_or_doubled(buffer: blocking.ReplayBuffer) -> None:
+def test_many_threads_lose_and_duplicate_no_group(buffer: blocking.ReplayBuffer) -> None:
     producers, groups_each = 4, 150
     total = producers * groups_each
     taken: list[int] = []
@@ -173,7 +173,7 @@ def test_threads_hammer_it_and_nothing_is_lost_or_doubled(buffer: blocking.Repla
     with concurrent.futures.ThreadPoolExecutor(producers + 4) as pool:
         watcher = pool.submit(watch, stop)
         work = [pool.submit(produce, number) for number in range(producers)]
-        # Batches of one to three leave up to two groups that no batch of their own size takes; ones take them.
+        # Up to two groups may be left that are too few for a batch of three; a batch of one takes them.
         work += [pool.submit(train, seed) for seed in range(3)]
         try:
             for future in work:
@@ -215,7 +215,7 @@ def test_an_interrupted_wait_leaves_nothing_behind(
     assert "nothing is waiting" in buffer.explain_wait()
 
 
-def test_a_lease_granted_while_the_caller_was_interrupted_is_given_back(
+def test_a_lease_granted_while_the_caller_is_interrupted_is_returned(
     buffer: blocking.ReplayBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer.put(make_group(), "math")
@@ -225,7 +225,7 @@ def test_a_lease_granted_while_the_caller_was_interrupted_is_given_back(
     assert (line["buffered"], line["leased"]) == (1, 0)
 
 
-def test_closing_ends_waits_in_other_threads_and_later_calls_say_so() -> None:
+def test_closing_ends_waits_in_other_threads_and_refuses_later_calls() -> None:
     buffer = blocking.ReplayBuffer(forebay.ReplayBuffer())
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(buffer.wait_ready, {"math": 1})
@@ -240,7 +240,7 @@ def test_closing_ends_waits_in_other_threads_and_later_calls_say_so() -> None:
 
 
 @pytest.mark.parametrize("closers", [1, 2])
-def test_closing_among_calls_of_many_threads_hangs_nobody(closers: int) -> None:
+def test_no_call_hangs_when_other_threads_close_the_buffer(closers: int) -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
