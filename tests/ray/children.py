@@ -86,13 +86,17 @@ class Worker:
 
     def draw(self, n: int, task_name: str = TASK) -> list[int]:
         """Issue new prompts, and keep them."""
-        cursor, _ = self._buffer.position(task_name)
-        drawn = self._buffer.issue(prompts(n), task_name, cursor=cursor)
+
+        async def issue() -> list[list[RolloutState]]:
+            cursor, _ = await self._buffer.native.position(task_name)
+            return await self._buffer.native.issue(prompts(n), task_name, cursor=cursor)
+
+        drawn = self._buffer.submit(issue()).result()
         self._drawn += drawn
         return ids(drawn)
 
     def redraw(self, n: int, task_name: str = TASK) -> list[int]:
-        drawn = self._buffer.redraw(n, task_name)
+        drawn = self._buffer.submit(self._buffer.native.redraw(n, task_name)).result()
         self._drawn += drawn
         return ids(drawn)
 

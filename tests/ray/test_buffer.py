@@ -67,8 +67,8 @@ async def buffer(shared: str) -> AsyncIterator[RayReplayBuffer]:
 
 def test_the_blocking_facade_takes_it_as_it_is(shared: str) -> None:
     with blocking.ReplayBuffer(RayReplayBuffer.connect(shared)) as buffer:
-        groups = buffer.issue(children.prompts(3), "blocking", cursor=0)
-        buffer.put_many([answered(group) for group in groups], "blocking")
+        issuing = buffer.submit(buffer.native.issue(children.prompts(3), "blocking", cursor=0))
+        buffer.put_many([answered(group) for group in issuing.result()], "blocking")
         with buffer.lease_batch({"blocking": 2}, train_step=1, timeout_s=HANG_S) as lease:
             assert ids(lease.groups) == [0, 1]
         assert buffer.count("blocking", COMPLETED) == 1
