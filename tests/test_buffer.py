@@ -290,7 +290,7 @@ async def test_duplicate_rollout_ids_and_groups_are_refused() -> None:
     with pytest.raises(InvalidGroup, match="rollout_id 3"):
         await buffer.put(twins, "math")
     await buffer.put(make_group(group_id=1), "math")
-    with pytest.raises(DuplicateGroup, match="already there: it is buffered"):
+    with pytest.raises(DuplicateGroup, match="already exists: it is buffered"):
         await buffer.put(make_group(group_id=1), "math")
     await buffer.lease_batch({"math": 1}, train_step=1)
     with pytest.raises(DuplicateGroup, match="it is leased"):

@@ -829,10 +829,13 @@ def test_a_task_is_not_named_like_figures(name: str) -> None:
     async def put() -> None:
         await ReplayBuffer().put(make_group(), name)
 
+    async def limit() -> None:
+        await ReplayBuffer().set_limits(name, stale_threshold=1)
+
     for enters in (
         lambda: make_task(ReplayBuffer(), name),
         lambda: TaskConfig(name=name),
-        lambda: ReplayBuffer().set_limits(name, stale_threshold=1),
+        lambda: asyncio.run(limit()),
         lambda: asyncio.run(draw()),
         lambda: asyncio.run(put()),
     ):
@@ -869,13 +872,13 @@ async def test_a_sampler_whose_own_sample_nobody_would_call_is_refused() -> None
 
 
 @simulated
-async def test_the_limits_of_a_task_hold_before_it_has_produced_anything() -> None:
-    """They were set at the first production: what was handed out before that was as old as an earlier run allowed."""
+async def test_the_limits_of_a_task_replace_those_of_an_earlier_run_before_a_batch_is_handed_out() -> None:
     buffer = ReplayBuffer()
     await buffer.set_limits("math", stale_threshold=9)
     await buffer.put(make_group(model_step=0), "math", model_step=0)
-    colocated(buffer=buffer)
-    assert await internals(buffer).try_lease({"math": 1}, train_step=4) is None
+    plane = colocated(buffer=buffer)
+    async with plane.manager.produce_batch(1, 4, model_step=3) as batch:
+        assert [group[0].group_id for group in batch.groups] == [0], "the old one had a negative id"
 
 
 # --- looking --------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from forebay import BufferClosed, MemoryStorage, ReplayBuffer, Status, WaitTimeout, WrongEventLoop
+from forebay import BufferClosed, MemoryStorage, ReplayBuffer, Sampler, Status, WaitTimeout, WrongEventLoop
 from forebay.buffer.internal import internals
 from forebay.buffer.waiting import Changes
 from forebay.testing import make_group
@@ -49,10 +49,11 @@ async def test_a_put_into_a_full_buffer_waits_for_room() -> None:
     assert len(await putting) == 2
 
 
-async def test_issuing_waits_for_room_and_returning_never_does() -> None:
+async def test_drawing_waits_for_room_and_returning_never_does() -> None:
     buffer = ReplayBuffer(max_groups=1)
-    (group,) = await draw(buffer)
-    drawing = asyncio.ensure_future(draw(buffer))
+    sampler = Sampler([{"prompt": f"q{n}"} for n in range(9)], prompt_repeat_k=2).with_buffer(buffer)
+    (group,) = await sampler.draw(1, "math")
+    drawing = asyncio.ensure_future(sampler.draw(1, "math"))
     await turns()
     assert not drawing.done()
     for state in group:

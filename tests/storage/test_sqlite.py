@@ -29,7 +29,7 @@ from forebay import (
     UnsupportedPayload,
 )
 from forebay.buffer.internal import internals
-from forebay.storage.sqlite import SQLiteStorage, place
+from forebay.storage.sqlite import SQLiteStorage, lock
 from forebay.testing import make_group
 from tests.processes import HANG_S, finished
 from tests.support import closed_ledger, draw
@@ -167,7 +167,7 @@ async def test_foreign_newer_and_broken_files_are_refused(tmp_path: Path) -> Non
 
 
 async def test_a_network_file_system_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "file_system_of", lambda path: "nfs4")
+    monkeypatch.setattr(lock, "file_system_of", lambda path: "nfs4")
     with pytest.raises(InvalidConfig, match=r"network file system \(nfs4\)"):
         await ReplayBuffer(storage=SQLiteStorage(path)).ledger()
     assert not path.exists()  # noqa: ASYNC240
@@ -333,6 +333,6 @@ def test_a_mount_hides_what_was_mounted_there_before(monkeypatch: pytest.MonkeyP
     points = ["/dev/sda / ext4", "auto /data autofs", "host:/x /data nfs4", "host:/y /with\\040space cifs"]
     mounts = "".join(f"{point} rw 0 0\n" for point in points)
     monkeypatch.setattr(Path, "read_text", lambda self, **named: mounts)
-    assert place.file_system_of(Path("/data/run/store.db")) == "nfs4"
-    assert place.file_system_of(Path("/with space/store.db")) == "cifs"
-    assert place.file_system_of(Path("/elsewhere")) == "ext4"
+    assert lock.file_system_of(Path("/data/run/store.db")) == "nfs4"
+    assert lock.file_system_of(Path("/with space/store.db")) == "cifs"
+    assert lock.file_system_of(Path("/elsewhere")) == "ext4"
