@@ -22,8 +22,8 @@ from forebay import (
     Task,
     Timeouts,
     WaitTimeout,
-    threads,
 )
+from forebay.core import aio as threads
 from forebay.produce import NoProgress
 from forebay.testing.simulate import run
 from tests.processes import HANG_S
