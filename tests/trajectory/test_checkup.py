@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.doctor import Finding, Level
+from forebay.core.report import Finding, Level
 from forebay.errors import DamagedData, ForebayError, InvalidInput, InvalidTrajectory
 from forebay.trajectory import Trajectory, TrajectoryReplayBuffer
 from forebay.trajectory.checkpoint import open_contents

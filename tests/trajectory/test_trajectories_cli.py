@@ -98,7 +98,7 @@ def test_show_makes_a_page(ranks: Path, tmp_path: Path) -> None:
     assert "Trajectory 3" in page.read_text()
     assert result.stdout.startswith(f"{page}: ")
     again = run("show", ranks, "--trajectory", 3, "--out", page)
-    assert (again.exit_code, "exists already" in again.stderr) == (1, True)
+    assert (again.exit_code, "already exists" in again.stderr) == (1, True)
     assert "say which rank" in run("show", ranks, "--trajectory", 1, "--out", tmp_path / "b").stderr
     assert run("show", ranks, "--trajectory", 1, "--rank", 0, "--out", tmp_path / "b").exit_code == 0
     assert "there is no trajectory 9" in run("show", ranks, "--trajectory", 9, "--out", tmp_path / "c").stderr

@@ -17,8 +17,9 @@ import numpy as np
 
 from forebay.checkpoint.files import FileOps
 from forebay.checkpoint.publish import MANIFEST
-from forebay.doctor import Finding, Level
+from forebay.core.report import Finding, Level, Progress, Steps
 from forebay.errors import CheckpointError, DamagedData, InvalidInput, InvalidTrajectory, StorageError
+from forebay.storage.sqlite.doctor import connected, integrity_problems
 from forebay.storage.sqlite.place import holder_of
 from forebay.trajectory.catalogue import NAME, Catalogue
 from forebay.trajectory.checkpoint import (
@@ -34,7 +35,6 @@ from forebay.trajectory.checkpoint import (
 from forebay.trajectory.data import STRING, aligned
 from forebay.trajectory.data import Path as LeafPath
 from forebay.trajectory.exchange import rlinf_directories
-from forebay.trajectory.outcome import Progress, Steps
 from forebay.trajectory.reader import Reader
 from forebay.trajectory.restore import Shard, restored_random
 from forebay.trajectory.rlinf import RlinfDirectory, open_rlinf
@@ -181,18 +181,11 @@ def _check_store(directory: Path, label: _Label, findings: list[Finding], files:
 
 
 def _integrity(path: Path) -> str:
-    """What SQLite finds wrong with a database; nothing if it is whole."""
     try:
-        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-        try:
-            found = [str(text) for (text,) in connection.execute("PRAGMA integrity_check(5)")]
-        finally:
-            connection.close()
-    except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            return str(error)
+        with connected(path, "ro") as connection:
+            return integrity_problems(connection)
+    except sqlite3.Error as error:
         raise StorageError(f"cannot read {path}: {error}") from error
-    return "" if found == ["ok"] else "; ".join(found)
 
 
 def _unused(label: _Label, directory: Path, names: Sequence[str], advice: str) -> Finding:
