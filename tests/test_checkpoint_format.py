@@ -104,9 +104,8 @@ def test_a_checkpoint_reads_back_as_it_was_written(tmp_path: Path) -> None:
     )
     written = save(tmp_path / "new" / "deep", OLD, facts=facts)
     with open_checkpoint(str(tmp_path / "new" / "deep")) as checkpoint:
-        steps: list[int] = []
-        checkpoint.verify(steps.append)
-        assert sum(steps) == checkpoint.total_bytes == written.files[0].bytes
+        checkpoint.verify()
+        assert checkpoint.total_bytes == written.files[0].bytes
         assert list(checkpoint.entries()) == OLD
         assert list(checkpoint.entries()) == OLD, "it can be read again"
         found = checkpoint.manifest
@@ -218,7 +217,7 @@ def test_other_files_in_the_directory_are_left_alone(saved: Path) -> None:
 def test_two_saves_to_one_directory_at_a_time_are_refused(saved: Path) -> None:
     with CheckpointWriter(saved) as writer:
         writer.write(*NEW[0])
-        with pytest.raises(CheckpointError, match="under way"):
+        with pytest.raises(CheckpointError, match="in progress"):
             CheckpointWriter(saved)
         writer.publish(FACTS)
     assert load(saved) == NEW[:1]
@@ -423,10 +422,10 @@ def test_g09_what_is_not_a_plain_file_is_not_read(saved: Path, tmp_path: Path, k
         os.mkfifo(file)
     else:
         file.symlink_to(moved if kind == "symlink" else tmp_path / "nothing")
-    with pytest.raises(DamagedData, match="plain files only"):
+    with pytest.raises(DamagedData, match="expected a plain file"):
         open_checkpoint(saved)
     if which == "manifest":
-        with pytest.raises(DamagedData, match="plain files only"):
+        with pytest.raises(DamagedData, match="expected a plain file"):
             CheckpointWriter(saved)
 
 
@@ -468,7 +467,7 @@ def test_a_save_never_overwrites_what_is_foreign_or_newer(saved: Path, content: 
 
 
 WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
-    "twice": (lambda m: m["files"].append(m["files"][0]), "different ones"),
+    "twice": (lambda m: m["files"].append(m["files"][0]), "distinct names"),
     "too many": (
         lambda m: m.update(files=[{**m["files"][0], "name": f"groups-{i:016x}.fbr"} for i in range(65)]),
         "65",

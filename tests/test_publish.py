@@ -130,10 +130,10 @@ def test_a_body_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_one_kind_of_checkpoint_where_another_is_expected_is_named(tmp_path: Path, store: Path) -> None:
     save(tmp_path / "things", OLD, store)
-    with pytest.raises(DamagedData, match="is of format 'forebay-things'; expected 'forebay-checkpoint'"):
+    with pytest.raises(DamagedData, match="has format 'forebay-things'; expected 'forebay-checkpoint'"):
         open_checkpoint(tmp_path / "things")
     before = listing(tmp_path / "things")
-    with pytest.raises(InvalidInput, match=r"is of format 'forebay-things'; expected .* save to another directory"):
+    with pytest.raises(InvalidInput, match=r"has format 'forebay-things', not .* save to another directory"):
         CheckpointWriter(tmp_path / "things")
     assert listing(tmp_path / "things") == before
     assert load(tmp_path / "things") == OLD
@@ -286,7 +286,7 @@ def test_nothing_is_swept_when_the_manifest_before_is_damaged(tmp_path: Path, st
 
 
 def test_only_one_writer_at_a_time(tmp_path: Path) -> None:
-    with writer_of(tmp_path), pytest.raises(CheckpointError, match="under way"):
+    with writer_of(tmp_path), pytest.raises(CheckpointError, match="in progress"):
         writer_of(tmp_path)
     writer_of(tmp_path).abort()
 
