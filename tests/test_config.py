@@ -17,7 +17,6 @@ from forebay.config import (
     StrategyConfig,
     SyncReplayBufferConfig,
     TaskConfig,
-    build_storage,
 )
 from forebay.core.policy import (
     FIFOReplayPolicy,
@@ -31,6 +30,7 @@ from forebay.errors import InvalidConfig, InvalidInput
 from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager
 from forebay.produce import SyncProduceStrategy
 from forebay.storage.local.memory import MemoryStorage
+from forebay.storage.urls import build_storage
 
 
 @pytest.mark.parametrize(
@@ -271,5 +271,5 @@ def test_building_a_manager_says_what_is_missing() -> None:
         config.build(FunctionAgentLoop(nothing))
     with pytest.raises(InvalidConfig, match="task 'a' has no agent loop"):
         config.build({}, datasets={"a": [{"prompt": "why?"}]})
-    with pytest.raises(InvalidInput, match="parts for tasks"):
+    with pytest.raises(InvalidInput, match="dataset has tasks"):
         config.build(FunctionAgentLoop(nothing), datasets={"b": []})

@@ -232,9 +232,9 @@ def test_giving_up_removes_new_links_and_leaves_earlier_files(tmp_path: Path, st
 
 @pytest.mark.parametrize("name", ["manifest.json", "other.bin", "../made-1.bin", "made-1.bin\n", ""])
 def test_only_names_of_the_format_are_created_or_linked(tmp_path: Path, store: Path, name: str) -> None:
-    with writer_of(tmp_path / "things") as writer, pytest.raises(InvalidInput, match="no name"):
+    with writer_of(tmp_path / "things") as writer, pytest.raises(InvalidInput, match="not a file name"):
         writer.create(name)
-    with writer_of(tmp_path / "things") as writer, pytest.raises(InvalidInput, match="no name"):
+    with writer_of(tmp_path / "things") as writer, pytest.raises(InvalidInput, match="not a file name"):
         writer.link(store / "kept-1.bin", name)
     assert listing(tmp_path / "things") == set()
 
@@ -255,7 +255,7 @@ def test_files_that_are_still_open_are_finished_and_those_not_named_removed(tmp_
         first, second = writer.create("made-1.bin"), writer.create("made-2.bin")
         writer.write(first, [b"a"])
         writer.finish(first)
-        with pytest.raises(InvalidInput, match="no file"):
+        with pytest.raises(InvalidInput, match="not an open file"):
             writer.write(first, [b"a"])
     assert listing(tmp_path) == set()
     with writer_of(tmp_path, files) as writer:

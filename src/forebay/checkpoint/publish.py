@@ -339,9 +339,7 @@ class DirectoryWriter:
 
     def _check_name(self, name: str) -> None:
         if not self._ours.fullmatch(name):
-            raise InvalidInput(
-                f"{name[:100]!r} is not a file name of this format; {self.directory} would keep it forever"
-            )
+            raise InvalidInput(f"{name[:100]!r} is not a file name of the format in {self.directory}; choose another")
 
     def _path_of(self, descriptor: int) -> Path:
         if descriptor not in self._descriptors:
