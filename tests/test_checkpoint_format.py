@@ -39,8 +39,7 @@ REFUSED = (DamagedData, CheckpointError)
 
 def save(path: Path, entries: Entries, files: FileOps | None = None, facts: Manifest = FACTS) -> Manifest:
     with CheckpointWriter(path, files) as writer:
-        for record, frame in entries:
-            writer.write(record, frame)
+        writer.write(entries)
         return writer.publish(facts)
 
 
@@ -155,7 +154,7 @@ def test_what_cannot_be_written_is_refused_and_the_old_checkpoint_stays(saved: P
         with pytest.raises(InvalidInput):
             save(saved, NEW, facts=facts)
     with CheckpointWriter(saved) as writer, pytest.raises(InvalidInput, match="at most"):
-        writer.write(bytes(MAX_RECORD_BYTES + 1), b"")
+        writer.write([(bytes(MAX_RECORD_BYTES + 1), b"")])
     assert load(saved) == OLD
     assert len(list(saved.iterdir())) == 2
 
@@ -216,7 +215,7 @@ def test_other_files_in_the_directory_are_left_alone(saved: Path) -> None:
 
 def test_two_saves_to_one_directory_at_a_time_are_refused(saved: Path) -> None:
     with CheckpointWriter(saved) as writer:
-        writer.write(*NEW[0])
+        writer.write(NEW[:1])
         with pytest.raises(CheckpointError, match="in progress"):
             CheckpointWriter(saved)
         writer.publish(FACTS)
@@ -227,9 +226,9 @@ def test_two_saves_to_one_directory_at_a_time_are_refused(saved: Path) -> None:
 def test_a_save_that_is_given_up_leaves_nothing(saved: Path) -> None:
     before = sorted(saved.iterdir())
     with CheckpointWriter(saved) as writer:
-        writer.write(*NEW[0])
+        writer.write(NEW[:1])
     with pytest.raises(CheckpointError, match="has ended"):
-        writer.write(b"", b"")
+        writer.write([(b"", b"")])
     with pytest.raises(CheckpointError, match="has ended"):
         writer.publish(FACTS)
     assert sorted(saved.iterdir()) == before
@@ -248,8 +247,8 @@ def _operations(path: Path) -> list[str]:
 
 def test_everything_is_synced_before_the_manifest_is_replaced_and_swept_after(tmp_path: Path) -> None:
     calls = _operations(tmp_path)
-    written = ["create", "write", "sync", "close"]
-    assert calls[calls.index("create") :][:11] == [*written, *written, "sync", "replace", "sync"]
+    groups, manifest = ["create", "write", "write", "sync", "close"], ["create", "write", "sync", "close"]
+    assert calls[calls.index("create") :][:12] == [*groups, *manifest, "sync", "replace", "sync"]
     assert "remove" not in calls[: calls.index("replace")]
 
 

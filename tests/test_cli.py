@@ -183,8 +183,7 @@ def test_verify_names_what_is_damaged(saved: Path, position: int) -> None:
 def rewrite(saved: Path, issued: int = 0, cut: int | None = None) -> None:
     """The checkpoint once more, wrong behind valid checksums: groups that were never issued, frames that are cut."""
     with open_checkpoint(saved) as old, CheckpointWriter(saved) as writer:
-        for record, frame in old.entries():
-            writer.write(record, frame[:cut])
+        writer.write((record, frame[:cut]) for record, frame in old.entries())
         account = decode_account(old.manifest.accounts["math"])
         account.issued += issued
         old.manifest.accounts["math"] = encode_account(account)
@@ -384,9 +383,9 @@ def test_what_is_no_store_is_refused_and_not_touched(tmp_path: Path) -> None:
 
 def test_a_newer_or_half_made_store_is_refused(store: Path) -> None:
     alter(store, f"PRAGMA user_version = {schema.SCHEMA_VERSION + 1}")
-    assert "use a newer Forebay" in str(look(store, "--fix")[1]["schema"])
+    assert "or a newer one" in str(look(store, "--fix")[1]["schema"])
     alter(store, f"PRAGMA user_version = {schema.SCHEMA_VERSION}", "DELETE FROM meta WHERE key = 'store_id'")
-    assert "its store_id" in look(store, "--fix")[1]["schema"]["message"]
+    assert "lost its store_id" in look(store, "--fix")[1]["schema"]["message"]
 
 
 def test_what_sqlite_finds_damaged_is_reported_and_left(store: Path) -> None:

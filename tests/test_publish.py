@@ -133,7 +133,7 @@ def test_one_kind_of_checkpoint_where_another_is_expected_is_named(tmp_path: Pat
     with pytest.raises(DamagedData, match="has format 'forebay-things'; expected 'forebay-checkpoint'"):
         open_checkpoint(tmp_path / "things")
     before = listing(tmp_path / "things")
-    with pytest.raises(InvalidInput, match=r"has format 'forebay-things', not .* save to another directory"):
+    with pytest.raises(InvalidInput, match=r"has format 'forebay-things'; .* use another directory"):
         CheckpointWriter(tmp_path / "things")
     assert listing(tmp_path / "things") == before
     assert load(tmp_path / "things") == OLD

@@ -189,13 +189,9 @@ class _Chunks:
             self._writing = None
         if self._entries:
             entries, self._entries, self._bytes = self._entries, [], 0
-            self._writing = start_thread(lambda: self.locked(lambda: self._write(entries)))
+            self._writing = start_thread(lambda: self.locked(lambda: self._writer.write(entries)))
             self._writing.add_done_callback(_retrieve)
         await asyncio.sleep(0)
-
-    def _write(self, entries: list[tuple[bytes, bytes]]) -> None:
-        for record, frame in entries:
-            self._writer.write(record, frame)
 
 
 def _retrieve(writing: asyncio.Future[None]) -> None:

@@ -167,16 +167,12 @@ class FileOps:
 
     def read(self, descriptor: int, count: int, offset: int) -> bytes:
         """`count` bytes from `offset`; fewer only at the end of the file."""
-        data = os.pread(descriptor, min(count, _MAX_TRANSFER), offset)
-        if len(data) == count or not data:
-            return data
-        pieces = [data]
-        have = len(data)
-        while have < count and data:
-            data = os.pread(descriptor, min(count - have, _MAX_TRANSFER), offset + have)
+        pieces = []
+        while count and (data := os.pread(descriptor, min(count, _MAX_TRANSFER), offset)):
             pieces.append(data)
-            have += len(data)
-        return b"".join(pieces)
+            count -= len(data)
+            offset += len(data)
+        return b"".join(pieces)  # a single piece is not copied
 
     def sync(self, descriptor: int) -> None:
         """Write the content of a file, or the entries of a directory, to the disk."""

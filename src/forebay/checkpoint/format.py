@@ -24,7 +24,7 @@ import re
 import secrets
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from os import PathLike
@@ -70,8 +70,6 @@ _MAGIC, _FILE_VERSION = b"FBR1", 1
 _LENGTHS = struct.Struct("<IQ")
 _ENTRY = struct.Struct("<IQI")
 
-_FLUSH_BYTES, _FLUSH_PARTS = 2**20, 512
-
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
@@ -104,7 +102,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointWriter:
-    """Writes one checkpoint into a directory: `write` each entry, then `publish`.
+    """Writes one checkpoint into a directory: `write` its entries, then `publish`.
 
     Leaving its `with` block aborts it unless it was published, and so does a failure: the old checkpoint stays.
     """
@@ -112,12 +110,6 @@ class CheckpointWriter:
     def __init__(self, directory: str | PathLike[str], files: FileOps | None = None) -> None:
         """Create the directory if it is missing; InvalidInput if it is a file, or has another program's manifest."""
         nonce = secrets.token_hex(8)
-        self._name = f"groups-{nonce}.fbr"
-        header = _FILE_HEADER.pack(_MAGIC, _FILE_VERSION, nonce.encode())
-        self._pending: list[bytes] = [header]
-        self._pending_bytes = self._bytes = len(header)
-        self._crc = crc32(header)
-        self._entries = 0
         path = Path(directory) / MANIFEST
         self._writer = DirectoryWriter(
             directory,
@@ -126,46 +118,41 @@ class CheckpointWriter:
             names_in=lambda body: _names(_decode_manifest(body, path)),
             files=files,
         )
+        self._name, self._entries = f"groups-{nonce}.fbr", 0
         self._descriptor = self._writer.create(self._name)
+        header = _FILE_HEADER.pack(_MAGIC, _FILE_VERSION, nonce.encode())
+        self._bytes, self._crc = len(header), crc32(header)
+        self._writer.write(self._descriptor, [header])
 
-    def write(self, record: bytes, frame: bytes) -> None:
-        """Add one entry; the frame may be empty."""
-        self._writer.check_open()
-        if len(record) > MAX_RECORD_BYTES or len(frame) > MAX_FRAME_BYTES:
-            raise InvalidInput(
-                f"an entry has a record of {len(record)} bytes and a frame of {len(frame)}; expected at most "
-                f"{MAX_RECORD_BYTES} and {MAX_FRAME_BYTES}"
-            )
-        lengths = _LENGTHS.pack(len(record), len(frame))
-        self._crc = crc32(frame, crc32(record, crc32(lengths, self._crc)))
-        self._entries += 1
-        self._pending += (lengths + self._crc.to_bytes(4, "little") + record, frame)
-        size = _ENTRY.size + len(record) + len(frame)
-        self._bytes += size
-        self._pending_bytes += size
-        if self._pending_bytes >= _FLUSH_BYTES or len(self._pending) >= _FLUSH_PARTS:
-            self._flush()
+    def write(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
+        """Add entries of a record and a frame, which may be empty; many at once cost fewer system calls."""
+        parts: list[bytes] = []
+        with self._writer.or_abort():
+            for record, frame in entries:
+                if len(record) > MAX_RECORD_BYTES or len(frame) > MAX_FRAME_BYTES:
+                    raise InvalidInput(
+                        f"an entry has a record of {len(record)} bytes and a frame of {len(frame)}; expected at most "
+                        f"{MAX_RECORD_BYTES} and {MAX_FRAME_BYTES}"
+                    )
+                lengths = _LENGTHS.pack(len(record), len(frame))
+                self._crc = crc32(frame, crc32(record, crc32(lengths, self._crc)))
+                self._entries += 1
+                self._bytes += _ENTRY.size + len(record) + len(frame)
+                parts += (lengths + self._crc.to_bytes(4, "little") + record, frame)
+            self._writer.write(self._descriptor, parts)
 
     def publish(self, manifest: Manifest) -> Manifest:
         """Make this the checkpoint of the directory. On return it is on disk, and the last but one is removed."""
         from forebay import __version__  # here: `forebay` may still be importing
 
-        self._writer.check_open()
-        try:
-            file = RecordFile(name=self._name, bytes=self._bytes, entries=self._entries, crc32=self._crc)
-            manifest = msgspec.structs.replace(
-                manifest, created_at=time.time(), forebay_version=__version__, files=(file,)
-            )
-            body = _encode_manifest(manifest)
-            self._flush()
-            self._writer.publish(body)
-        finally:
-            self.abort()
+        file = RecordFile(name=self._name, bytes=self._bytes, entries=self._entries, crc32=self._crc)
+        manifest = msgspec.structs.replace(manifest, created_at=time.time(), forebay_version=__version__, files=(file,))
+        with self._writer.or_abort():
+            self._writer.publish(_encode_manifest(manifest))
         return manifest
 
     def abort(self) -> None:
         """Remove the written files and release the directory. Does nothing after `publish`."""
-        self._pending.clear()
         self._writer.abort()
 
     def __enter__(self) -> Self:
@@ -173,10 +160,6 @@ class CheckpointWriter:
 
     def __exit__(self, *_: object) -> None:
         self.abort()
-
-    def _flush(self) -> None:
-        parts, self._pending, self._pending_bytes = self._pending, [], 0
-        self._writer.write(self._descriptor, parts)
 
 
 # --- read ---------------------------------------------------------------------------------------------

@@ -223,15 +223,19 @@ class DirectoryWriter:
         self._temporary: list[Path] = []  # created here, and not yet named by a manifest
         self._placed: set[str] = set()  # created or linked here
         self._open = True
-        with self._or_abort():
-            self._make_directory()
+        with self.or_abort():
+            with doing("create", self.directory):
+                try:
+                    self._files.make_directories(self.directory)
+                except NotADirectoryError as error:
+                    raise InvalidInput(f"a checkpoint is a directory; {error.filename} is a file") from None
             self._lock_directory()
             # The names in the existing manifest; None if it is damaged.
             self.previous: set[str] | None = self._names_before()
 
     def create(self, name: str) -> int:
         """Open a new file for writing; InvalidInput if `ours` does not match its name."""
-        with self._or_abort():
+        with self.or_abort():
             self._check_name(name)
             descriptor = self._create(self.directory / name)
             self._placed.add(name)
@@ -239,12 +243,12 @@ class DirectoryWriter:
 
     def write(self, descriptor: int, parts: Sequence[Buffer]) -> None:
         """Write all parts to a file that `create` opened, without joining them."""
-        with self._or_abort(), doing("write", self._path_of(descriptor)):
+        with self.or_abort(), doing("write", self._path_of(descriptor)):
             self._files.write(descriptor, parts)
 
     def finish(self, descriptor: int) -> None:
         """Sync and close a file. `publish` does this for files that are still open."""
-        with self._or_abort(), doing("sync", self._path_of(descriptor)):
+        with self.or_abort(), doing("sync", self._path_of(descriptor)):
             self._files.sync(descriptor)
             del self._descriptors[descriptor]
             self._files.close(descriptor)
@@ -255,7 +259,7 @@ class DirectoryWriter:
         Also True if the file already has that name. CheckpointError if another file has it.
         """
         target = self.directory / name
-        with self._or_abort(), doing(f"link {source} as", target):
+        with self.or_abort(), doing(f"link {source} as", target):
             self._check_name(name)
             try:
                 self._files.link(source, target)
@@ -329,7 +333,8 @@ class DirectoryWriter:
         self.abort()
 
     @contextmanager
-    def _or_abort(self) -> Iterator[None]:
+    def or_abort(self) -> Iterator[None]:
+        """Abort this save if the block fails; CheckpointError if it was already published or aborted."""
         self.check_open()
         try:
             yield
@@ -346,13 +351,6 @@ class DirectoryWriter:
             raise InvalidInput(f"descriptor {descriptor} is not an open file of this save to {self.directory}")
         return self._descriptors[descriptor]
 
-    def _make_directory(self) -> None:
-        with doing("create", self.directory):
-            try:
-                self._files.make_directories(self.directory)
-            except NotADirectoryError as error:
-                raise InvalidInput(f"a checkpoint is a directory; {error.filename} is a file") from None
-
     def _lock_directory(self) -> None:
         # Another writer would remove the files of this one as leftovers.
         with doing("lock", self.directory):
@@ -368,18 +366,14 @@ class DirectoryWriter:
             data = read_manifest(self.directory, self._files)
         except FileNotFoundError:
             return set()
-        if not self._envelope.is_ours(data):
-            what = "is not a checkpoint's manifest"
-            with suppress(*UNREADABLE):
-                if (found := _format_decoder.decode(data).format) != self._envelope.format:
-                    what = f"has format {found[:100]!r}, not {self._envelope.format!r},"
-            raise InvalidInput(f"{path} {what} and would be overwritten; save to another directory, or remove it")
         try:
             return self._names_in(self._envelope.open(data, path))
         except NewerVersion:
             raise
-        except DamagedData:
-            return None
+        except DamagedData as error:
+            if self._envelope.is_ours(data):
+                return None
+            raise InvalidInput(f"{error}; saving would overwrite it: use another directory, or remove it") from None
 
     def _create(self, path: Path) -> int:
         with doing("create", path):

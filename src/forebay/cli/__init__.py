@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from forebay import __version__
-from forebay.cli.show import one_line
+from forebay.cli import show
 from forebay.errors import DamagedData, ForebayError
 
 __all__ = ["DAMAGED", "INTERRUPTED", "main"]
@@ -44,7 +44,7 @@ class _Main(click.Group):
         except BrokenPipeError:
             raise  # the reader of the output has ended; click exits without a message
         except (ForebayError, OSError) as error:
-            click.echo(f"forebay: {one_line(error)}", err=True)
+            click.echo(f"forebay: {show.one_line(error)}", err=True)
             ctx.exit(DAMAGED if isinstance(error, DamagedData) else 1)
 
 

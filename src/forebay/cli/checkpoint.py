@@ -12,7 +12,7 @@ import msgspec
 
 from forebay.checkpoint.contents import Contents, check_contents, saved_accounts, saved_limits
 from forebay.checkpoint.format import Checkpoint, open_checkpoint
-from forebay.cli.show import json_option, one_line, path_argument, progress_bar, show, show_facts, show_table
+from forebay.cli import show
 from forebay.core.ledger import End
 from forebay.core.report import date_text, size_text
 from forebay.errors import DamagedData, ForebayError, InvalidInput
@@ -40,8 +40,8 @@ def checkpoint() -> None:
 
 
 @checkpoint.command()
-@path_argument
-@json_option
+@show.path_argument
+@show.json_option
 def verify(path: Path) -> None:
     """Read all of the checkpoint at PATH and check it.
 
@@ -50,35 +50,35 @@ def verify(path: Path) -> None:
     """
     result: dict[str, Any] = {"path": str(path), "whole": True}
     try:
-        with _opened(path) as opened, progress_bar("verifying") as progress:
+        with _opened(path) as opened, show.progress_bar("verifying") as progress:
             groups = check_contents(opened, progress).groups.total()
             result |= {"groups": groups, "bytes": opened.total_bytes, "model_step": opened.manifest.model_step}
     except DamagedData as error:
-        show({**result, "whole": False, "error": str(error)}, lambda _: None)
+        show.result({**result, "whole": False, "error": str(error)}, lambda _: None)
         raise DamagedData(f"{path} is damaged: {error}") from None
-    show(result, _print_verified)
+    show.result(result, _print_verified)
 
 
 def _print_verified(result: dict[str, Any]) -> None:
     step = "no model step" if result["model_step"] is None else f"model step {result['model_step']}"
     size = size_text(result["bytes"])
-    click.echo(f"{one_line(result['path'])}: {result['groups']:,} groups, {size}, {step}: whole")
+    click.echo(f"{show.one_line(result['path'])}: {result['groups']:,} groups, {size}, {step}: whole")
 
 
 @checkpoint.command()
-@path_argument
+@show.path_argument
 @click.option("--full", is_flag=True, help="Also read and check the groups; adds tokens and statuses per task.")
-@json_option
+@show.json_option
 def info(path: Path, full: bool) -> None:
     """Show what the checkpoint at PATH contains.
 
     Reads only the manifest and checks that its files exist, so it is quick at any size. The number of buffered groups
     then follows from the ledger; with --full the groups are read and counted.
     """
-    with _opened(path) as opened, progress_bar("reading") as progress:
+    with _opened(path) as opened, show.progress_bar("reading") as progress:
         contents = check_contents(opened, progress) if full else None
         result = _described(path, opened, contents)
-    show(result, _print)
+    show.result(result, _print)
 
 
 def _described(path: Path, opened: Checkpoint, contents: Contents | None) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def _described(path: Path, opened: Checkpoint, contents: Contents | None) -> dic
 
 
 def _print(result: dict[str, Any]) -> None:
-    show_facts(
+    show.facts(
         {
             "checkpoint": result["path"],
             "created": result["created"],
@@ -121,13 +121,13 @@ def _print(result: dict[str, Any]) -> None:
     )
     columns: dict[str, int] = next(iter(result["tasks"].values()), {})
     click.echo()
-    show_table(["task", *columns], [[task_name, *row.values()] for task_name, row in result["tasks"].items()])
+    show.table(["task", *columns], [[task_name, *row.values()] for task_name, row in result["tasks"].items()])
     lines = []
     for task_name, statuses in result.get("statuses", {}).items():
         found = ", ".join(f"{groups:,} {status}" for status, groups in sorted(statuses.items()))
-        lines.append(f"buffered of {one_line(task_name)}: {found or 'nothing'}")
+        lines.append(f"buffered of {show.one_line(task_name)}: {found or 'nothing'}")
     for task_name, limits in result["limits"].items():
         values = ", ".join(f"{name} {'none' if value is None else value}" for name, value in limits.items())
-        lines.append(f"limits of {one_line(task_name)}: {values}")
+        lines.append(f"limits of {show.one_line(task_name)}: {values}")
     if lines:
         click.echo("\n" + "\n".join(lines))

@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 
 from forebay import __version__
-from forebay.cli.show import json_option, one_line, progress_bar, show, show_findings
+from forebay.cli import show
 from forebay.core.report import Finding, Level
 from forebay.storage.sqlite.doctor import examine_file_system, examine_library, examine_store, repair_store
 
@@ -26,7 +26,7 @@ _EXTRAS = ("pandas", "asyncpg", "httpx", "torch", "ray")
 @click.command()
 @click.argument("store", type=click.Path(path_type=Path), required=False)
 @click.option("--fix", is_flag=True, help="Repair STORE after an accident; no process may have it open.")
-@json_option
+@show.json_option
 @click.pass_context
 def doctor(ctx: click.Context, store: Path | None, fix: bool) -> None:
     """Check this machine, or the SQLite store or directory of trajectories at the path STORE.
@@ -45,17 +45,17 @@ def doctor(ctx: click.Context, store: Path | None, fix: bool) -> None:
             raise click.UsageError("--fix is for SQLite stores; a trajectory store repairs itself when it is opened")
         from forebay.trajectory.checkup import verify
 
-        with progress_bar("verifying") as progress:
+        with show.progress_bar("verifying") as progress:
             findings = verify(store, progress)
     else:
         if fix:
-            with progress_bar("repairing") as progress:
+            with show.progress_bar("repairing") as progress:
                 fixed = repair_store(store, progress)
-        with progress_bar("reading payloads") as progress:
+        with show.progress_bar("reading payloads") as progress:
             findings = examine_store(store, progress)
     path = None if store is None else str(store)
     result = {"forebay_version": __version__, "store": path, "fixed": fixed, "findings": findings}
-    show(result, lambda _: _print(fixed or ["nothing"] * fix, findings))
+    show.result(result, lambda _: _print(fixed or ["nothing"] * fix, findings))
     if any(finding.level is Level.ERROR for finding in findings):
         ctx.exit(1)
 
@@ -68,8 +68,8 @@ def _has_trajectories(path: Path) -> bool:
 
 def _print(fixed: list[str], findings: list[Finding]) -> None:
     for action in fixed:
-        click.echo(f"fixed: {one_line(action)}")
-    show_findings(findings)
+        click.echo(f"fixed: {show.one_line(action)}")
+    show.findings(findings)
 
 
 def examine_machine(directory: Path) -> Iterator[Finding]:

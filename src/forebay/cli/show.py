@@ -1,29 +1,20 @@
-"""How the commands print: JSON or facts, tables and findings; nothing that a terminal would execute; progress bars."""
+"""How the commands print: JSON, or facts, tables and findings without control characters; and progress bars."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import click
 import msgspec
 
 from forebay.core.report import Finding, Level, Progress
 
-__all__ = [
-    "json_option",
-    "one_line",
-    "path_argument",
-    "progress_bar",
-    "show",
-    "show_facts",
-    "show_findings",
-    "show_table",
-]
+__all__ = ["facts", "findings", "json_option", "one_line", "path_argument", "progress_bar", "result", "table"]
 
 T = TypeVar("T")
 _JSON = "forebay.json"
@@ -50,21 +41,21 @@ def one_line(value: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in joined)
 
 
-def show(result: T, for_people: Callable[[T], object]) -> None:
+def result(value: T, for_people: Callable[[T], object]) -> None:
     """Print the result of a command: as JSON if `--json` was given, otherwise with `for_people`."""
     if click.get_current_context().meta.get(_JSON):
-        click.echo(json.dumps(msgspec.to_builtins(result), indent=2))
+        click.echo(json.dumps(msgspec.to_builtins(value), indent=2))
     else:
-        for_people(result)
+        for_people(value)
 
 
-def show_facts(facts: Mapping[str, object]) -> None:
+def facts(values: Mapping[str, object]) -> None:
     """Print a line for each fact: its name and its value."""
-    for name, value in facts.items():
+    for name, value in values.items():
         click.echo(f"{name:<14}{one_line(value)}")
 
 
-def show_table(head: Sequence[str], rows: Sequence[Sequence[str | int]]) -> None:
+def table(head: Sequence[str], rows: Sequence[Sequence[str | int]]) -> None:
     """Print rows under a head; columns of integers are aligned to the right."""
     right = [bool(rows) and isinstance(cell, int) for cell in (rows[0] if rows else head)]
     lines = [list(head), *([f"{cell:,}" if isinstance(cell, int) else one_line(cell) for cell in row] for row in rows)]
@@ -74,10 +65,10 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str | int]]) -> None
         click.echo("  ".join(cells).rstrip())
 
 
-def show_findings(findings: Sequence[Finding]) -> None:
+def findings(found: Sequence[Finding]) -> None:
     """Print a line for each finding, and one for its advice."""
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
+    width = max(len(finding.name) for finding in found)
+    for finding in found:
         level = click.style(f"{finding.level.value:<8}", fg=_COLOURS[finding.level])
         click.echo(f"{level} {finding.name:<{width}}  {one_line(finding.message)}")
         if finding.advice is not None:
@@ -85,18 +76,12 @@ def show_findings(findings: Sequence[Finding]) -> None:
 
 
 @contextmanager
-def progress_bar(label: str) -> Iterator[Progress | None]:
-    """A progress bar on stderr; None if stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    with ExitStack() as stack:
-        bar: Any = None
+def progress_bar(label: str) -> Iterator[Progress]:
+    """A progress bar on stderr; invisible if stderr is not a terminal."""
+    with click.progressbar(length=1, label=label, file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
 
         def update(done: int, total: int) -> None:
-            nonlocal bar
-            if bar is None:
-                bar = stack.enter_context(click.progressbar(length=total, label=label, file=sys.stderr))
+            bar.length = total
             bar.update(done - bar.pos)
 
         yield update

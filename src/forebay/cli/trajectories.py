@@ -15,23 +15,15 @@ from typing import Any, TypeVar
 
 import click
 
-from forebay.cli import DAMAGED
-from forebay.cli.show import json_option, one_line, path_argument, progress_bar, show, show_findings
-from forebay.cli.trajectory_results import (
-    print_export,
-    print_import,
-    print_info,
-    print_merge,
-    print_sample,
-    print_split,
-)
-from forebay.core.report import Level, size_text
+from forebay.cli import DAMAGED, show
+from forebay.core.report import Level, date_text, size_text
 from forebay.errors import InvalidInput
 from forebay.trajectory import TrajectoryReplayBuffer
 from forebay.trajectory.checkpoint import MAIN
 from forebay.trajectory.checkup import verify as verify_directory
-from forebay.trajectory.exchange import export_directory, import_directory
+from forebay.trajectory.exchange import Exported, Imported, export_directory, import_directory
 from forebay.trajectory.lookup import find_trajectory
+from forebay.trajectory.outcome import Outcome
 from forebay.trajectory.page import trajectory_page
 from forebay.trajectory.summary import info as describe
 from forebay.trajectory.tools import merge as merge_directories
@@ -40,6 +32,7 @@ from forebay.trajectory.tools import split as split_directory
 __all__ = ["trajectories"]
 
 _SAMPLE_S, _LEAST_DRAWS, _MOST_DRAWS = 0.5, 5, 1000
+_NUMBERS_A_LINE, _MOST_NAMED = 8, 10
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -56,7 +49,7 @@ class _Warnings(logging.Handler):
     """Prints the warnings of the library as lines on stderr."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo(f"forebay: {one_line(record.getMessage())}", err=True)
+        click.echo(f"forebay: {show.one_line(record.getMessage())}", err=True)
 
 
 @click.group()
@@ -76,26 +69,88 @@ def trajectories(ctx: click.Context) -> None:
 
 
 @trajectories.command()
-@path_argument
-@json_option
+@show.path_argument
+@show.json_option
 def info(path: Path) -> None:
     """Show what PATH contains: counts, fields, rewards, and mean and deviation of states and actions.
 
     Also reads RLinf's directories. Reads states and actions, but no images.
     """
-    with progress_bar("reading") as progress:
+    with show.progress_bar("reading") as progress:
         described = describe(path, progress)
-    show(described, print_info)
+    show.result(described, _print_info)
+
+
+def _print_info(described: dict[str, Any]) -> None:
+    ranks = f", {described['ranks']} ranks" if described["ranks"] > 1 else ""
+    facts = {"directory": described["path"], "kind": described["kind"] + ranks}
+    created = [one["created_at"] for one in described["directories"] if one.get("created_at")]
+    if created:
+        facts["created"] = _between([min(created), max(created)])
+    facts["on disk"] = size_text(described["bytes_on_disk"])
+    show.facts(facts)
+    for part, figures in described["parts"].items():
+        if len(described["parts"]) > 1:
+            click.echo(f"\npart {show.one_line(part)}")
+        show.facts(dict(_part_facts(figures)))
+        _print_fields(figures)
+    if described.get("missing"):
+        click.echo(f"\n{described['missing']:,} trajectories are listed in the index but have no file")
+
+
+def _part_facts(figures: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    ids = figures["ids"]
+    yield "trajectories", f"{figures['trajectories']:,}" + (f", ids {ids[0]} to {ids[1]}" if ids else "")
+    if ids:
+        steps, envs = (_span(figures[name]) for name in ("lengths", "envs"))
+        yield "each", f"{steps} steps of {envs} environments"
+        yield "transitions", f"{figures['transitions']:,} to draw, of {figures['steps']:,} steps"
+        names = ("reward_sum", "reward_per_trajectory", "reward_per_transition")
+        rewards = ("?" if figures[name] is None else f"{figures[name]:g}" for name in names)
+        yield "rewards", "{} in total, {} per trajectory, {} per transition".format(*rewards)
+    if "bytes" in figures:
+        yield "size", f"{size_text(figures['bytes'])} in {figures['segments']:,} segments"
+    if figures.get("added_at"):
+        yield "added", _between(figures["added_at"])
+    if figures.get("left_out_damaged"):
+        yield "damaged", f"{figures['left_out_damaged']:,} trajectories are left out; see verify"
+    if figures.get("differs"):
+        yield "differs", figures["differs"]
+
+
+def _print_fields(figures: dict[str, Any]) -> None:
+    if figures["fields"]:
+        rows = [[one["name"], one["dtype"], str(one["shape"])] for one in figures["fields"]]
+        click.echo()
+        show.table(["field", "dtype", "shape"], rows)
+    for name, moments in figures["statistics"].items():
+        unusable = f", {moments['not_finite']:,} values are not finite" if moments["not_finite"] else ""
+        click.echo(f"\n{show.one_line(name)} over {moments['count']:,} transitions{unusable}")
+        for what in ("mean", "std"):
+            numbers = ["-" if value is None else f"{value:.4g}" for value in moments[what]]
+            for start in range(0, len(numbers), _NUMBERS_A_LINE):
+                label = what if not start else ""
+                click.echo(f"  {label:<5}" + "".join(f"{one:>12}" for one in numbers[start : start + _NUMBERS_A_LINE]))
+
+
+def _span(values: Sequence[int]) -> str:
+    least, most = values
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+def _between(seconds: Sequence[float]) -> str:
+    first, last = map(date_text, seconds)
+    return first if first == last else f"{first} to {last}"
 
 
 @trajectories.command()
-@path_argument
+@show.path_argument
 @click.option("--num-chunks", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows of a batch.")
 @click.option("--cache-size", type=click.IntRange(min=0), default=10, show_default=True, help="Trajectories to cache.")
 @click.option("--enable-cache", is_flag=True, help="First load the newest trajectories into memory.")
 @click.option("--sample-window-size", type=click.IntRange(min=0), default=0, help="Newest trajectories only (0: all).")
 @click.option("--seed", type=click.IntRange(min=0), default=1234, show_default=True, help="Seed of the draws.")
-@json_option
+@show.json_option
 def sample(path: Path, num_chunks: int, **options: Any) -> None:
     """Draw batches from PATH as a training does, and show keys, shapes, dtypes and rows per second.
 
@@ -120,7 +175,17 @@ def sample(path: Path, num_chunks: int, **options: Any) -> None:
             "median_ms": typical * 1000,
             "rows_per_second": num_chunks / typical,
         }
-    show(found, print_sample)
+    show.result(found, _print_sample)
+
+
+def _print_sample(found: dict[str, Any]) -> None:
+    rows = [[name, str(one["shape"]), one["dtype"]] for name, one in found["keys"].items()]
+    show.table(["key", "shape", "dtype"], rows)
+    click.echo(
+        f"\n{found['num_chunks']:,} rows out of {found['transitions']:,} of {found['trajectories']:,} trajectories: "
+        f"{found['rows_per_second']:,.0f} rows/s (median of {found['draws'] - 1} draws: {found['median_ms']:.2f} ms, "
+        f"first draw: {found['first_ms']:.2f} ms)"
+    )
 
 
 def _leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, list[int], str]]:
@@ -134,7 +199,7 @@ def _leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, l
 
 
 @trajectories.command("show")
-@path_argument
+@show.path_argument
 @click.option("--trajectory", "trajectory_id", type=click.IntRange(min=0), required=True, help="Its id.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="The HTML file to write.", metavar="FILE")
 @click.option("--rank", type=click.IntRange(min=0), default=None, help="Which rank_<n>, if several have that id.")
@@ -150,27 +215,27 @@ def show_page(path: Path, trajectory_id: int, out: Path, rank: int | None, part:
     page = trajectory_page(trajectory, title=f"Trajectory {trajectory_id}", facts=facts)
     with out.open("x", encoding="utf-8") as opened:
         opened.write(page)
-    click.echo(f"{one_line(out)}: {size_text(len(page.encode()))}")
+    click.echo(f"{show.one_line(out)}: {size_text(len(page.encode()))}")
 
 
 @trajectories.command()
-@path_argument
-@json_option
+@show.path_argument
+@show.json_option
 @click.pass_context
 def verify(ctx: click.Context, path: Path) -> None:
     """Read all of PATH and check every checksum of every rank.
 
     Also reads RLinf's directories. A store may be in use at the same time. Exit code 3 if something is damaged.
     """
-    with progress_bar("verifying") as progress:
+    with show.progress_bar("verifying") as progress:
         findings = verify_directory(path, progress)
     whole = all(finding.level is not Level.ERROR for finding in findings)
 
     def for_people(_: object) -> None:
-        show_findings(findings)
-        click.echo(f"{one_line(path)}: {'whole' if whole else 'damaged'}")
+        show.findings(findings)
+        click.echo(f"{show.one_line(path)}: {'whole' if whole else 'damaged'}")
 
-    show({"path": str(path), "whole": whole, "findings": findings}, for_people)
+    show.result({"path": str(path), "whole": whole, "findings": findings}, for_people)
     if not whole:
         ctx.exit(DAMAGED)
 
@@ -196,7 +261,7 @@ def _fills(_: click.Context, __: click.Parameter, values: Sequence[str]) -> dict
 @click.option("--drop", multiple=True, metavar="FIELD", help="Leave out a field.")
 @click.option("--skip-damaged", is_flag=True, help="Leave out damaged trajectories; needs --copy.")
 @_dry_run
-@json_option
+@show.json_option
 def merge(source_path: tuple[Path, ...], save_path: Path, **options: Any) -> None:
     """Merge directories, or all ranks of one directory, into one checkpoint.
 
@@ -205,9 +270,22 @@ def merge(source_path: tuple[Path, ...], save_path: Path, **options: Any) -> Non
     """
     if options["skip_damaged"] and not options["copy"]:
         raise click.UsageError("--skip-damaged needs --copy: damaged data might still be saved from the sources")
-    with progress_bar("merging") as progress:
+    with show.progress_bar("merging") as progress:
         done = merge_directories(list(source_path), save_path, **options, progress=progress)
-    show(done, print_merge)
+    show.result(done, _print_merge)
+
+
+def _print_merge(done: Outcome) -> None:
+    _say(done, "merge", "merged", f"{_amount(done)} of {len(done.sources)} directories into {done.target}")
+    for part, count in done.parts.items():
+        if part != MAIN:
+            click.echo(f"part {show.one_line(part)}: {count:,} trajectories")
+    if done.rewritten:
+        _say(done, "rewrite", "rewrote", f"{done.rewritten:,} trajectories, because their fields change")
+    if done.left_out:
+        _say(done, "leave out", "left out", f"{done.left_out:,} damaged trajectories")
+    for directory in done.removed:
+        _say(done, "remove", "removed", directory)
 
 
 @trajectories.command()
@@ -217,31 +295,45 @@ def merge(source_path: tuple[Path, ...], save_path: Path, **options: Any) -> Non
 @click.option("--copy", is_flag=True, help="Keep the source; otherwise it keeps only the other trajectories.")
 @_part
 @_dry_run
-@json_option
+@show.json_option
 def split(source_path: Path, save_path: Path, split_count: int, **options: Any) -> None:
     """Move the first trajectories into a checkpoint; both sides are complete and can be loaded.
 
     Trajectories keep their ids. After an interruption the first ones may be on both sides, but never on neither.
     """
-    with progress_bar("splitting") as progress:
+    with show.progress_bar("splitting") as progress:
         done = split_directory(source_path, save_path, split_count, **options, progress=progress)
-    show(done, print_split)
+    show.result(done, _print_split)
+
+
+def _print_split(done: Outcome) -> None:
+    _say(done, "split", "split", f"{_amount(done)} off into {done.target}")
+    stay = "stay" if done.done else "would stay"
+    click.echo(f"{done.remaining:,} trajectories {stay} in {show.one_line(done.sources[0])}")
 
 
 @trajectories.command("import")
-@path_argument
+@show.path_argument
 @_directory("--save-path", "Where to write the checkpoint; must not exist.")
 @_dry_run
-@json_option
+@show.json_option
 def import_command(path: Path, save_path: Path, dry_run: bool) -> None:
     """Write a checkpoint from PATH, a directory of RLinf's replay buffer, which stays unchanged. Needs torch.
 
     PATH may contain rank_<n>; ranks are joined as in a merge. Reads one trajectory into memory at a time. Pickles
     (.pkl) are refused, because reading one can run code.
     """
-    with progress_bar("importing") as progress:
+    with show.progress_bar("importing") as progress:
         done = import_directory(path, save_path, dry_run=dry_run, progress=progress)
-    show(done, print_import)
+    show.result(done, _print_import)
+
+
+def _print_import(done: Imported) -> None:
+    amount = f"{done.trajectories:,} trajectories ({size_text(done.source_bytes)})"
+    _say(done, "import", "imported", f"{amount} into {done.target}")
+    if done.missing:
+        click.echo(f"{done.missing:,} more are listed in the index but have no file")
+    _print_names({"not in the index": done.unlisted, "not read": done.skipped, "not imported": done.ignored})
 
 
 def _ids(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int, int | None]:
@@ -254,17 +346,38 @@ def _ids(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int,
 
 
 @trajectories.command()
-@path_argument
+@show.path_argument
 @_directory("--save-path", "Where to write the directory for RLinf; must not exist.")
 @click.option("--trajectories", "ids", callback=_ids, metavar="FIRST:END", help="Only these ids, without END.")
 @_part
 @_dry_run
-@json_option
+@show.json_option
 def export(path: Path, save_path: Path, ids: tuple[int, int | None], **options: Any) -> None:
     """Write a directory that RLinf's replay buffer can load from PATH, which stays unchanged. Needs torch.
 
     Ranks are joined as in a merge. Fields that RLinf does not see are printed.
     """
-    with progress_bar("exporting") as progress:
+    with show.progress_bar("exporting") as progress:
         done = export_directory(path, save_path, first_id=ids[0], end_id=ids[1], **options, progress=progress)
-    show(done, print_export)
+    show.result(done, _print_export)
+
+
+def _print_export(done: Exported) -> None:
+    amount = f"{done.trajectories:,} trajectories with {done.transitions:,} transitions"
+    _say(done, "export", "exported", f"{amount} to {done.target}")
+    _print_names({"RLinf does not see": done.left_out, "stored as larger integers": done.widened})
+
+
+def _say(done: Outcome | Imported | Exported, would: str, did: str, what: str) -> None:
+    click.echo(f"{did if done.done else f'would {would}'} {show.one_line(what)}")
+
+
+def _amount(done: Outcome) -> str:
+    return f"{done.trajectories:,} trajectories ({done.transitions:,} transitions, {size_text(done.bytes)})"
+
+
+def _print_names(lists: dict[str, list[str]]) -> None:
+    for what, names in lists.items():
+        if names:
+            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+            click.echo(f"{what}: {show.one_line(', '.join(names[:_MOST_NAMED]))}{more}")

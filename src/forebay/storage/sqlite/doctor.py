@@ -37,7 +37,6 @@ __all__ = [
 _PAYLOAD_DAMAGED = "its payload was damaged on disk"
 _LEAST_SQLITE = (3, 38, 0)  # the view `samples` uses ->>
 _LARGE_WAL_BYTES = 64 * 2**20  # the store itself keeps it below this size
-_TABLES = {"meta", "accounts", "group_rows", "payloads"}
 _RESUME = "resume the last checkpoint into a new store"
 
 
@@ -103,14 +102,16 @@ def examine_store(path: Path, progress: Progress | None = None) -> list[Finding]
         with connected(path, "ro") as connection:
             # One transaction: every check sees the same moment while another process continues to write.
             connection.execute("BEGIN")
-            findings.append(_examine_schema(connection))
-            if findings[-1].level is not Level.ERROR:
-                findings.append(_examine_integrity(connection))
-            if findings[-1].level is not Level.ERROR:
-                findings += _Scan(connection, progress).findings(held=holder is not None)
+            schema.check(connection)
+            findings.append(Finding("schema", Level.OK, f"schema version {schema.SCHEMA_VERSION}"))
+            if problems := integrity_problems(connection):
+                return [*findings, Finding("database", Level.ERROR, f"SQLite reports damage: {problems}", _RESUME)]
+            findings.append(Finding("database", Level.OK, "SQLite reports no damage"))
+            return findings + _Scan(connection, progress).findings(held=holder is not None)
+    except DamagedData as error:
+        return [*findings, Finding("schema", Level.ERROR, str(error))]
     except sqlite3.Error as error:
-        findings.append(Finding("database", Level.ERROR, f"SQLite cannot read it: {error}", _RESUME))
-    return findings
+        return [*findings, Finding("database", Level.ERROR, f"SQLite cannot read it: {error}", _RESUME)]
 
 
 def repair_store(path: Path, progress: Progress | None = None) -> list[str]:
@@ -121,9 +122,8 @@ def repair_store(path: Path, progress: Progress | None = None) -> list[str]:
     _check_path(path)
     check_file_system(path)
     try:
-        with connected(path, "ro") as connection:
-            if _examine_schema(connection).level is Level.ERROR:
-                return []
+        with connected(path, "ro") as connection:  # before the lock leaves its file beside a foreign database
+            schema.check(connection)
         lock = ProcessLock(path.with_name(path.name + ".lock"))
         try:
             with connected(path, "rw") as connection:
@@ -135,6 +135,8 @@ def repair_store(path: Path, progress: Progress | None = None) -> list[str]:
                 return [*done, *_truncate_wal(connection, path)]
         finally:
             lock.release()
+    except DamagedData:
+        return []
     except sqlite3.Error as error:
         raise StorageError(f"{path} could not be repaired: {error}; it was not changed") from error
 
@@ -168,29 +170,6 @@ def integrity_problems(connection: sqlite3.Connection) -> str:
             raise
         return str(error)
     return "" if found == ["ok"] else "; ".join(found)
-
-
-def _examine_integrity(connection: sqlite3.Connection) -> Finding:
-    problems = integrity_problems(connection)
-    if problems:
-        return Finding("database", Level.ERROR, f"SQLite reports damage: {problems}", _RESUME)
-    return Finding("database", Level.OK, "SQLite reports no damage")
-
-
-def _examine_schema(connection: sqlite3.Connection) -> Finding:
-    (application_id,) = connection.execute("PRAGMA application_id").fetchone()
-    (found,) = connection.execute("PRAGMA user_version").fetchone()
-    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if application_id != schema.APPLICATION_ID:
-        return Finding("schema", Level.ERROR, "this database was not made by Forebay", "check the path")
-    if found != schema.SCHEMA_VERSION:
-        message = f"schema version {found}; this Forebay reads version {schema.SCHEMA_VERSION}"
-        return Finding("schema", Level.ERROR, message, "use a newer Forebay")
-    missing = sorted(_TABLES - tables)
-    if missing or not connection.execute("SELECT count(*) FROM meta WHERE key = 'store_id'").fetchone()[0]:
-        message = f"the store is incomplete: {', '.join(missing) or 'its store_id'} is missing"
-        return Finding("schema", Level.ERROR, message, f"remove the file if it was new; otherwise {_RESUME}")
-    return Finding("schema", Level.OK, f"schema version {found}")
 
 
 def _wal_bytes(path: Path) -> int:
