@@ -121,16 +121,9 @@ class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_field
         return self._build(build_storage(self.storage), on_group_end)
 
     def _build(self, storage: Storage | None, on_group_end: OnGroupEnd | None = None) -> ReplayBuffer:
-        return ReplayBuffer(
-            POLICIES[self.policy](),
-            storage,
-            max_groups=self.max_groups,
-            max_bytes=self.max_bytes,
-            expect_group_bytes=self.expect_group_bytes,
-            lease_s=self.lease_s,
-            keep_trained=self.keep_trained,
-            on_group_end=on_group_end,
-        )
+        settings = msgspec.structs.asdict(self)
+        del settings["policy"], settings["storage"]
+        return ReplayBuffer(POLICIES[self.policy](), storage, **settings, on_group_end=on_group_end)
 
 
 class SyncReplayBufferConfig(ReplayBufferConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):

@@ -43,11 +43,12 @@ from forebay.checkpoint.publish import (
     DirectoryWriter,
     Envelope,
     doing,
+    encode_body,
     open_plain,
     open_published,
 )
 from forebay.codec.frame import MAX_FRAME_BYTES
-from forebay.errors import CheckpointError, DamagedData, InvalidInput
+from forebay.errors import CheckpointError, DamagedData, InvalidInput, UnreadableData
 
 __all__ = [
     "ENVELOPE",
@@ -148,7 +149,7 @@ class CheckpointWriter:
         file = RecordFile(name=self._name, bytes=self._bytes, entries=self._entries, crc32=self._crc)
         manifest = msgspec.structs.replace(manifest, created_at=time.time(), forebay_version=__version__, files=(file,))
         with self._writer.or_abort():
-            self._writer.publish(_encode_manifest(manifest))
+            self._writer.publish(encode_body(manifest))
         return manifest
 
     def abort(self) -> None:
@@ -240,7 +241,7 @@ class Checkpoint:
         if magic != _MAGIC or f"groups-{nonce.decode('latin-1')}.fbr" != file.name or any(header[5:8]):
             raise DamagedData(f"{path} does not start like a record file of its name")
         if version != _FILE_VERSION:
-            raise DamagedData(f"{path} has version {version}; this Forebay reads {_FILE_VERSION}: use a newer one")
+            raise UnreadableData(f"{path} has version {version}; this Forebay reads {_FILE_VERSION}: use a newer one")
         crc = crc32(header)
         entries = 0
         while stream.position < file.bytes:
@@ -275,18 +276,6 @@ class Checkpoint:
 
 
 _manifest_decoder = msgspec.json.Decoder(Manifest)
-
-
-def _encode_manifest(manifest: Manifest) -> bytes:
-    try:
-        body = msgspec.json.format(msgspec.json.encode(manifest), indent=2)
-        # JSON would change nan, tuples, and keys that are not strings: they are refused.
-        same = _manifest_decoder.decode(body) == manifest
-    except (*UNREADABLE, TypeError) as error:
-        raise InvalidInput(f"the manifest of a checkpoint cannot be written as JSON: {error}") from None
-    if not same:
-        raise InvalidInput(f"`extra` of a checkpoint is {manifest.extra!r}; expected plain JSON")
-    return body
 
 
 def _decode_manifest(body: bytes, path: Path) -> Manifest:

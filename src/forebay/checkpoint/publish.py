@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
 from forebay.checkpoint.files import FileOps, NotAPlainFile
-from forebay.errors import CheckpointError, DamagedData, InvalidInput
+from forebay.errors import CheckpointError, DamagedData, InvalidInput, UnreadableData
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -43,8 +43,8 @@ __all__ = [
     "UNREADABLE",
     "DirectoryWriter",
     "Envelope",
-    "NewerVersion",
     "doing",
+    "encode_body",
     "open_plain",
     "open_published",
     "read_manifest",
@@ -76,10 +76,6 @@ def doing(what: str, path: Path) -> Iterator[None]:
 # --- the manifest -------------------------------------------------------------------------------------
 
 
-class NewerVersion(DamagedData):
-    """A manifest of a newer version. It is not damaged, so it must not be overwritten."""
-
-
 class _Format(msgspec.Struct):
     format: str
     version: int
@@ -105,7 +101,7 @@ class Envelope:
         return data
 
     def open(self, data: bytes, path: Path) -> bytes:
-        """The body, byte for byte as it was sealed; DamagedData, or NewerVersion if a newer Forebay wrote it."""
+        """The body, byte for byte as it was sealed; DamagedData, or UnreadableData if a newer Forebay wrote it."""
         try:
             found = _format_decoder.decode(data)
         except UNREADABLE as error:
@@ -113,7 +109,7 @@ class Envelope:
         if found.format != self.format:
             raise DamagedData(f"{path} has format {found.format[:100]!r}; expected {self.format!r}")
         if found.version > self.version:
-            raise NewerVersion(
+            raise UnreadableData(
                 f"{path} has version {found.version}; this Forebay reads {self.version}: use a newer one"
             )
         body = data[len(self._before_digest()) + 64 + len(_MIDDLE) : -len(_CLOSING)]
@@ -133,6 +129,19 @@ class Envelope:
 
     def _sealed(self, body: bytes) -> bytes:
         return b"".join([self._before_digest(), sha256(body).hexdigest().encode(), _MIDDLE, body, _CLOSING])
+
+
+def encode_body(manifest: Any) -> bytes:
+    """A manifest (a struct with `extra`) as JSON; InvalidInput unless decoding it returns an equal manifest."""
+    try:
+        body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+        # JSON would change nan, tuples, and keys that are not strings: they are refused.
+        same = msgspec.json.decode(body, type=type(manifest)) == manifest
+    except (*UNREADABLE, TypeError) as error:
+        raise InvalidInput(f"the manifest of a checkpoint cannot be written as JSON: {error}") from None
+    if not same:
+        raise InvalidInput(f"`extra` of a checkpoint is {manifest.extra!r}; expected plain JSON")
+    return body
 
 
 # --- read ---------------------------------------------------------------------------------------------
@@ -368,7 +377,7 @@ class DirectoryWriter:
             return set()
         try:
             return self._names_in(self._envelope.open(data, path))
-        except NewerVersion:
+        except UnreadableData:  # it is not damaged, so it must not be overwritten
             raise
         except DamagedData as error:
             if self._envelope.is_ours(data):

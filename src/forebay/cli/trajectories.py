@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from forebay.cli import DAMAGED, show
-from forebay.core.report import Level, date_text, size_text
+from forebay.core.report import Level, date_text, first_of, size_text
 from forebay.errors import InvalidInput
 from forebay.trajectory import TrajectoryReplayBuffer
 from forebay.trajectory.checkpoint import MAIN
@@ -32,7 +32,7 @@ from forebay.trajectory.tools import split as split_directory
 __all__ = ["trajectories"]
 
 _SAMPLE_S, _LEAST_DRAWS, _MOST_DRAWS = 0.5, 5, 1000
-_NUMBERS_A_LINE, _MOST_NAMED = 8, 10
+_NUMBERS_A_LINE = 8
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -379,5 +379,4 @@ def _amount(done: Outcome) -> str:
 def _print_names(lists: dict[str, list[str]]) -> None:
     for what, names in lists.items():
         if names:
-            more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-            click.echo(f"{what}: {show.one_line(', '.join(names[:_MOST_NAMED]))}{more}")
+            click.echo(f"{what}: {show.one_line(first_of(names))}")

@@ -1,4 +1,4 @@
-"""What checks and offline tools report: findings, progress, and dates and sizes as people read them.
+"""What checks and offline tools report: findings, progress, and lists, dates and sizes as people read them.
 
 Every package may use this; only `forebay.cli` prints it.
 """
@@ -6,13 +6,13 @@ Every package may use this; only `forebay.cli` prints it.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TypeAlias
 
 import msgspec
 
-__all__ = ["Finding", "Level", "Progress", "Steps", "date_text", "size_text"]
+__all__ = ["Finding", "Level", "Progress", "Steps", "date_text", "first_of", "size_text"]
 
 
 class Level(enum.StrEnum):
@@ -59,6 +59,16 @@ class Steps:
             self.more(start + done - self._done)
 
         return update
+
+
+def first_of(items: Sequence[object], most: int = 10) -> str:
+    """The first of many items, and the number of the others.
+
+    >>> first_of([1, 2, 3]), first_of(range(20), 3)
+    ('1, 2, 3', '0, 1, 2 and 17 more')
+    """
+    more = f" and {len(items) - most:,} more" if len(items) > most else ""
+    return ", ".join(map(str, items[:most])) + more
 
 
 def date_text(seconds: float) -> str:

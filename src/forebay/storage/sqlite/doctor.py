@@ -18,7 +18,7 @@ from typing import Literal
 from forebay.codec.frame import decode_account, decode_group, encode_account
 from forebay.core.ledger import Account, End, Place, open_ledger
 from forebay.core.record import Record
-from forebay.core.report import Finding, Level, Progress, Steps, size_text
+from forebay.core.report import Finding, Level, Progress, Steps, first_of, size_text
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput, StorageError, UnreadableData
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.place import ProcessLock, check_file_system, file_system_of, holder_of
@@ -310,5 +310,4 @@ def _listed(name: str, good: str, problems: list[str], advice: str, *, level: Le
     """A finding about many problems: their number, and the first three."""
     if not problems:
         return Finding(name, Level.OK, good)
-    more = ", ..." if len(problems) > 3 else ""
-    return Finding(name, level, f"{len(problems):,}: {', '.join(problems[:3])}{more}", advice)
+    return Finding(name, level, f"{len(problems):,}: {first_of(problems, 3)}", advice)
