@@ -59,7 +59,7 @@ def demo(
     kills: int,
     **options: Any,
 ) -> None:
-    """Train a small transformer by GRPO, through Forebay, on two CPU cores.
+    """Train a small transformer with GRPO on two CPU cores.
 
     Takes one to two minutes and writes runs/NAME/report.html. Ctrl-C saves a checkpoint; --resume continues from it.
     """

@@ -29,11 +29,12 @@ _EXTRAS = ("pandas", "asyncpg", "httpx", "torch", "ray")
 @show.json_option
 @click.pass_context
 def doctor(ctx: click.Context, store: Path | None, fix: bool) -> None:
-    """Check this machine, or the SQLite store or directory of trajectories at the path STORE.
+    """Check this machine, a SQLite store, or trajectories.
 
-    Without --fix nothing is changed, and STORE may be in use. With --fix, groups whose payload is lost end as failed,
-    payloads without a row are deleted, the rest of an interrupted restore is removed, and the write-ahead log is
-    written back; nothing else is changed. Exit code 1 if an error remains.
+    STORE is the path of a SQLite store or of a directory of trajectories; without it this machine is checked. Without
+    --fix nothing is changed, and STORE may be in use. With --fix, groups whose payload is lost end as failed, payloads
+    without a row are deleted, the rest of an interrupted restore is removed, and the write-ahead log is written back;
+    nothing else is changed. Exit code 1 if an error remains.
     """
     fixed: list[str] = []
     if store is None:

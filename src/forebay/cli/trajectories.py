@@ -55,10 +55,10 @@ class _Warnings(logging.Handler):
 @click.group()
 @click.pass_context
 def trajectories(ctx: click.Context) -> None:
-    """Inspect, check, merge, split and convert directories of trajectories.
+    """Inspect, check, merge, split and convert trajectories.
 
-    A directory is a checkpoint, a store (auto_save_path), or a directory that contains rank_<n>. Some commands also
-    read a directory that RLinf's replay buffer wrote; their help says so.
+    All commands work on directories. A directory is a checkpoint, a store (auto_save_path), or a directory that
+    contains rank_<n>. Some commands also read a directory that RLinf's replay buffer wrote; their help says so.
     """
     logger, handler = logging.getLogger("forebay.trajectory"), _Warnings(logging.WARNING)
     logger.addHandler(handler)
@@ -72,9 +72,10 @@ def trajectories(ctx: click.Context) -> None:
 @show.path_argument
 @show.json_option
 def info(path: Path) -> None:
-    """Show what PATH contains: counts, fields, rewards, and mean and deviation of states and actions.
+    """Show what PATH contains.
 
-    Also reads RLinf's directories. Reads states and actions, but no images.
+    Prints counts, fields, rewards, and mean and deviation of states and actions; images are not read. Also reads
+    RLinf's directories.
     """
     with show.progress_bar("reading") as progress:
         described = describe(path, progress)
@@ -148,13 +149,14 @@ def _between(seconds: Sequence[float]) -> str:
 @click.option("--num-chunks", type=click.IntRange(min=1), default=1024, show_default=True, help="Rows of a batch.")
 @click.option("--cache-size", type=click.IntRange(min=0), default=10, show_default=True, help="Trajectories to cache.")
 @click.option("--enable-cache", is_flag=True, help="First load the newest trajectories into memory.")
-@click.option("--sample-window-size", type=click.IntRange(min=0), default=0, help="Newest trajectories only (0: all).")
+@click.option("--sample-window-size", type=click.IntRange(min=0), default=0, help="Newest trajectories (0: all).")
 @click.option("--seed", type=click.IntRange(min=0), default=1234, show_default=True, help="Seed of the draws.")
 @show.json_option
 def sample(path: Path, num_chunks: int, **options: Any) -> None:
-    """Draw batches from PATH as a training does, and show keys, shapes, dtypes and rows per second.
+    """Draw batches from PATH and measure the speed.
 
-    Also reads RLinf's directories. Checksums are not checked; `verify` does that.
+    Draws as a training does, and prints keys, shapes, dtypes and rows per second. Also reads RLinf's directories.
+    Checksums are not checked; `verify` does that.
     """
     with TrajectoryReplayBuffer(**options) as buffer:
         buffer.load_checkpoint(path, verify=False)
@@ -205,9 +207,9 @@ def _leaves(batch: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, l
 @click.option("--rank", type=click.IntRange(min=0), default=None, help="Which rank_<n>, if several have that id.")
 @_part
 def show_page(path: Path, trajectory_id: int, out: Path, rank: int | None, part: str) -> None:
-    """Write a page about one trajectory of PATH, to open in a browser: its images, curves and numbers.
+    """Write an HTML page about one trajectory of PATH.
 
-    Also reads RLinf's directories. The page is one file and needs no network.
+    The page shows images, curves and numbers; it is one file and needs no network. Also reads RLinf's directories.
     """
     if out.exists():
         raise InvalidInput(f"{out} already exists; name a new file")
@@ -223,9 +225,10 @@ def show_page(path: Path, trajectory_id: int, out: Path, rank: int | None, part:
 @show.json_option
 @click.pass_context
 def verify(ctx: click.Context, path: Path) -> None:
-    """Read all of PATH and check every checksum of every rank.
+    """Read all of PATH and check every checksum.
 
-    Also reads RLinf's directories. A store may be in use at the same time. Exit code 3 if something is damaged.
+    Checks every rank. Also reads RLinf's directories. A store may be in use at the same time. Exit code 3 if something
+    is damaged.
     """
     with show.progress_bar("verifying") as progress:
         findings = verify_directory(path, progress)
@@ -263,10 +266,11 @@ def _fills(_: click.Context, __: click.Parameter, values: Sequence[str]) -> dict
 @_dry_run
 @show.json_option
 def merge(source_path: tuple[Path, ...], save_path: Path, **options: Any) -> None:
-    """Merge directories, or all ranks of one directory, into one checkpoint.
+    """Merge directories into one checkpoint.
 
-    Trajectories are interleaved by their ids, for each id in the order of the ranks, and numbered again from 0. Fields
-    that differ are refused by name, unless --fill or --drop resolves the difference.
+    Also merges all ranks of one directory. Trajectories are interleaved by their ids, for each id in the order of the
+    ranks, and numbered again from 0. Fields that differ are refused by name, unless --fill or --drop resolves the
+    difference.
     """
     if options["skip_damaged"] and not options["copy"]:
         raise click.UsageError("--skip-damaged needs --copy: damaged data might still be saved from the sources")
@@ -297,9 +301,10 @@ def _print_merge(done: Outcome) -> None:
 @_dry_run
 @show.json_option
 def split(source_path: Path, save_path: Path, split_count: int, **options: Any) -> None:
-    """Move the first trajectories into a checkpoint; both sides are complete and can be loaded.
+    """Move the first trajectories into a new checkpoint.
 
-    Trajectories keep their ids. After an interruption the first ones may be on both sides, but never on neither.
+    Both sides are complete and can be loaded, and trajectories keep their ids. After an interruption the first ones may
+    be on both sides, but never on neither.
     """
     with show.progress_bar("splitting") as progress:
         done = split_directory(source_path, save_path, split_count, **options, progress=progress)
@@ -318,10 +323,10 @@ def _print_split(done: Outcome) -> None:
 @_dry_run
 @show.json_option
 def import_command(path: Path, save_path: Path, dry_run: bool) -> None:
-    """Write a checkpoint from PATH, a directory of RLinf's replay buffer, which stays unchanged. Needs torch.
+    """Import a directory of RLinf's replay buffer.
 
-    PATH may contain rank_<n>; ranks are joined as in a merge. Reads one trajectory into memory at a time. Pickles
-    (.pkl) are refused, because reading one can run code.
+    Writes a checkpoint and leaves PATH unchanged. Needs torch. PATH may contain rank_<n>; ranks are joined as in a
+    merge. Reads one trajectory into memory at a time. Pickles (.pkl) are refused, because reading one can run code.
     """
     with show.progress_bar("importing") as progress:
         done = import_directory(path, save_path, dry_run=dry_run, progress=progress)
@@ -353,9 +358,10 @@ def _ids(_: click.Context, __: click.Parameter, value: str | None) -> tuple[int,
 @_dry_run
 @show.json_option
 def export(path: Path, save_path: Path, ids: tuple[int, int | None], **options: Any) -> None:
-    """Write a directory that RLinf's replay buffer can load from PATH, which stays unchanged. Needs torch.
+    """Export trajectories for RLinf's replay buffer.
 
-    Ranks are joined as in a merge. Fields that RLinf does not see are printed.
+    Writes a directory that RLinf can load and leaves PATH unchanged. Needs torch. Ranks are joined as in a merge.
+    Fields that RLinf does not see are printed.
     """
     with show.progress_bar("exporting") as progress:
         done = export_directory(path, save_path, first_id=ids[0], end_id=ids[1], **options, progress=progress)
