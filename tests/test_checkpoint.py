@@ -137,7 +137,7 @@ async def test_a_durable_store_is_rewound_to_the_weights(tmp_path: Path) -> None
     await again.close()
 
 
-async def test_what_is_too_old_by_now_is_reset_when_it_comes_back(tmp_path: Path) -> None:
+async def test_a_rewound_group_that_is_too_old_by_now_is_reset(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db"))
     buffer.set_limits("math", stale_threshold=2)
     await buffer.put_many([make_group(group_id=1), make_group(group_id=2)], "math", model_step=0)
@@ -183,7 +183,7 @@ async def test_g04_a_group_that_is_acknowledged_while_the_first_checkpoint_is_wr
 
 
 @pytest.mark.parametrize("kind", list(STORAGES))
-async def test_a_checkpoint_is_of_one_moment_while_everything_goes_on(kind: str, tmp_path: Path) -> None:
+async def test_a_checkpoint_describes_one_moment_while_everything_continues(kind: str, tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=STORAGES[kind](tmp_path))
     await buffer.put_many([make_group(1, group_id=number, tokens=1) for number in range(150)], "math")
     done = False

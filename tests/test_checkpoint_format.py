@@ -138,13 +138,13 @@ def test_a_write_that_the_system_does_in_pieces_is_completed(saved: Path, monkey
     assert load(saved) == NEW
 
 
-def test_a_manifest_that_does_not_say_whether_the_buffer_was_saved_is_treated_as_having_it(saved: Path) -> None:
+def test_a_manifest_without_replay_buffer_saved_counts_as_saved(saved: Path) -> None:
     reseal(saved, lambda manifest: manifest.pop("replay_buffer_saved"))
     with open_checkpoint(saved) as checkpoint:
         assert checkpoint.manifest.replay_buffer_saved
 
 
-def test_what_cannot_be_written_is_refused_and_the_old_checkpoint_stays(saved: Path) -> None:
+def test_values_that_cannot_be_written_are_refused_and_the_old_checkpoint_stays(saved: Path) -> None:
     extras: list[Any] = [{"x": float("nan")}, {"x": object()}, {"x": (1, 2)}, {1: 2}]
     wrong = [Manifest(next_uid=1, next_timestamp_id=1, accounts={}, extra=extra) for extra in extras]
     wrong.append(Manifest(next_uid=-1, next_timestamp_id=1, accounts={}))
@@ -223,7 +223,7 @@ def test_two_saves_to_one_directory_at_a_time_are_refused(saved: Path) -> None:
     save(saved, NEW)
 
 
-def test_a_save_that_is_given_up_leaves_nothing(saved: Path) -> None:
+def test_an_aborted_save_leaves_nothing(saved: Path) -> None:
     before = sorted(saved.iterdir())
     with CheckpointWriter(saved) as writer:
         writer.write(NEW[:1])
@@ -245,7 +245,7 @@ def _operations(path: Path) -> list[str]:
     return files.calls
 
 
-def test_everything_is_synced_before_the_manifest_is_replaced_and_swept_after(tmp_path: Path) -> None:
+def test_everything_is_synced_before_the_manifest_is_replaced_and_nothing_is_removed_earlier(tmp_path: Path) -> None:
     calls = _operations(tmp_path)
     groups, manifest = ["create", "write", "write", "sync", "close"], ["create", "write", "sync", "close"]
     assert calls[calls.index("create") :][:12] == [*groups, *manifest, "sync", "replace", "sync"]
@@ -303,7 +303,7 @@ def test_whichever_file_operation_fails_reading_says_so(saved: Path, code: int) 
     assert n >= 6
 
 
-def test_reading_on_after_close_is_an_error_and_never_another_file(saved: Path) -> None:
+def test_reading_after_close_is_an_error_and_never_reads_another_file(saved: Path) -> None:
     save(saved, [(b"r", bytes(50_000))] * 3)
     with open_checkpoint(saved) as checkpoint:
         entries = checkpoint.entries()
@@ -412,7 +412,7 @@ def test_g09_a_manifest_cannot_name_files_outside_of_its_directory(saved: Path, 
 
 @pytest.mark.parametrize("which", ["record file", "manifest"])
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "directory", "pipe"])
-def test_g09_what_is_not_a_plain_file_is_not_read(saved: Path, tmp_path: Path, kind: str, which: str) -> None:
+def test_g09_only_plain_files_are_read(saved: Path, tmp_path: Path, kind: str, which: str) -> None:
     file = saved / (record_files(saved)[0] if which == "record file" else "manifest.json")
     moved = file.rename(tmp_path / "elsewhere")
     if kind == "directory":
@@ -456,7 +456,7 @@ def test_foreign_and_newer_manifests_are_refused_by_name(saved: Path, content: b
 
 
 @pytest.mark.parametrize("content", [b"", b'{"name": "theirs"}', b'{"format":"forebay-checkpoint","version":2,"x":[]}'])
-def test_a_save_never_overwrites_what_is_foreign_or_newer(saved: Path, content: bytes) -> None:
+def test_a_save_never_overwrites_a_foreign_or_newer_manifest(saved: Path, content: bytes) -> None:
     (saved / "manifest.json").write_bytes(content)
     before = sorted(saved.iterdir())
     with pytest.raises((InvalidInput, DamagedData), match=r"newer|another directory"):

@@ -171,7 +171,7 @@ def test_verify_calls_a_good_checkpoint_whole(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 30, 500, -1])
-def test_verify_names_what_is_damaged(saved: Path, position: int) -> None:
+def test_verify_names_the_damage(saved: Path, position: int) -> None:
     flip(next(saved.glob("*.fbr")), position)
     result = run("checkpoint", "verify", saved, "--json")
     told = json.loads(result.stdout)
@@ -180,27 +180,32 @@ def test_verify_names_what_is_damaged(saved: Path, position: int) -> None:
     assert result.stderr.startswith(f"forebay: {saved} is damaged: ")
 
 
-def rewrite(saved: Path, issued: int = 0, cut: int | None = None) -> None:
-    """The checkpoint once more, wrong behind valid checksums: groups that were never issued, frames that are cut."""
+def rewrite(saved: Path, issued: int = 0, issued_tokens: int = 0, cut: int | None = None) -> None:
+    """Write the checkpoint again, wrong behind valid checksums: a ledger that does not close, frames that are cut."""
     with open_checkpoint(saved) as old, CheckpointWriter(saved) as writer:
         writer.write((record, frame[:cut]) for record, frame in old.entries())
         account = decode_account(old.manifest.accounts["math"])
         account.issued += issued
+        account.issued_tokens += issued_tokens
         old.manifest.accounts["math"] = encode_account(account)
         writer.publish(old.manifest)
 
 
-def test_verify_finds_what_is_wrong_behind_good_checksums(saved: Path) -> None:
-    rewrite(saved, issued=1)
-    result = run("checkpoint", "verify", saved)
-    assert "the ledger does not close: task 'math' issued 7 groups, but 6 are accounted for" in result.stderr
-    rewrite(saved, cut=-1)
-    assert "group 1 of task 'math'" in run("checkpoint", "verify", saved).stderr
-    assert (result.exit_code, run("checkpoint", "verify", saved).exit_code) == (3, 3)
+def test_verify_finds_faults_behind_valid_checksums(saved: Path) -> None:
+    faults: list[tuple[dict[str, int], str]] = [
+        ({"issued": 1}, "the ledger does not close: task 'math' issued 7 groups, but 6 are accounted for"),
+        ({"issued": -1, "issued_tokens": 5}, "task 'math' issued 41 tokens, but 36 are accounted for"),
+        ({"issued_tokens": -5, "cut": -1}, "group 1 of task 'math'"),
+    ]
+    for changes, problem in faults:
+        rewrite(saved, **changes)
+        result = run("checkpoint", "verify", saved)
+        assert result.exit_code == 3
+        assert problem in result.stderr
 
 
 @pytest.mark.parametrize("command", ["verify", "info"])
-def test_what_is_no_checkpoint_is_refused(command: str, tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_refused(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hello")
     for path in (tmp_path / "missing", tmp_path, tmp_path / "file"):
         result = run("checkpoint", command, path)
@@ -208,7 +213,7 @@ def test_what_is_no_checkpoint_is_refused(command: str, tmp_path: Path) -> None:
         assert "checkpoint" in result.stderr
 
 
-def test_info_tells_what_a_checkpoint_is_of(saved: Path) -> None:
+def test_info_shows_the_contents_of_a_checkpoint(saved: Path) -> None:
     lines = run("checkpoint", "info", saved).stdout.splitlines()
     assert "model step    12" in lines
     assert "store         none (it was saved from memory)" in lines
@@ -234,7 +239,7 @@ def test_info_does_not_read_the_groups_unless_asked(saved: Path) -> None:
 # --- the installation ---------------------------------------------------------------------------------
 
 
-def test_doctor_tells_of_the_installation() -> None:
+def test_doctor_checks_this_machine() -> None:
     result = run("doctor")
     assert result.exit_code == 0
     assert "Python 3." in result.stdout
@@ -330,7 +335,7 @@ def test_a_payload_that_only_a_newer_forebay_reads_is_left_alone(store: Path) ->
     assert not any("group" in action for action in fixed)
 
 
-def test_an_account_that_does_not_add_up_is_reported_and_not_guessed_at(store: Path) -> None:
+def test_an_account_that_does_not_add_up_is_reported_and_not_repaired(store: Path) -> None:
     account = decode_account(alter(store, "SELECT data FROM accounts WHERE task_name = 'math'")[0][0])
     account.issued += 2
     alter(store, "UPDATE accounts SET data = ? WHERE task_name = 'math'", values=(encode_account(account),))
@@ -367,7 +372,7 @@ async def test_a_store_in_use_can_be_examined_but_not_repaired(store: Path) -> N
     assert look(store)[1]["lock"]["message"] == "no process has it open for writing"
 
 
-def test_what_is_no_store_is_refused_and_not_touched(tmp_path: Path) -> None:
+def test_a_path_without_a_store_is_refused_and_not_changed(tmp_path: Path) -> None:
     assert "there is no store at" in run("doctor", tmp_path / "missing").stderr
     assert "is a directory" in run("doctor", tmp_path).stderr
     (tmp_path / "text").write_text("hello " * 1000)
@@ -381,14 +386,14 @@ def test_what_is_no_store_is_refused_and_not_touched(tmp_path: Path) -> None:
         assert not (tmp_path / f"{name}.lock").exists()
 
 
-def test_a_newer_or_half_made_store_is_refused(store: Path) -> None:
+def test_a_newer_or_incomplete_store_is_refused(store: Path) -> None:
     alter(store, f"PRAGMA user_version = {schema.SCHEMA_VERSION + 1}")
     assert "or a newer one" in str(look(store, "--fix")[1]["schema"])
     alter(store, f"PRAGMA user_version = {schema.SCHEMA_VERSION}", "DELETE FROM meta WHERE key = 'store_id'")
     assert "lost its store_id" in look(store, "--fix")[1]["schema"]["message"]
 
 
-def test_what_sqlite_finds_damaged_is_reported_and_left(store: Path) -> None:
+def test_damage_that_sqlite_reports_is_not_repaired(store: Path) -> None:
     data = bytearray(store.read_bytes())
     data[16384 * 3 : 16384 * 4] = bytes(16384)
     store.write_bytes(data)

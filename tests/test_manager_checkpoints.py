@@ -122,7 +122,7 @@ def test_a_checkpoint_in_the_middle_of_everything_is_exact(
 
 
 @simulated
-async def test_a_run_goes_on_with_the_same_mix() -> None:
+async def test_a_run_continues_with_the_same_mix() -> None:
     whole, parts = colocated({"a": 3, "b": 2, "c": 1}), colocated({"a": 3, "b": 2, "c": 1})
     sizes = [(await whole.manager.produce_batch(4, step, model_step=step - 1)).task_batch_sizes for step in range(1, 9)]
     for step in range(1, 9):
@@ -132,7 +132,7 @@ async def test_a_run_goes_on_with_the_same_mix() -> None:
         assert (await parts.manager.produce_batch(4, step, model_step=step - 1)).task_batch_sizes == sizes[step - 1]
 
 
-def test_a_colocated_run_goes_on_where_it_was(fresh: Callable[[], Path]) -> None:
+def test_a_colocated_run_continues_where_it_was(fresh: Callable[[], Path]) -> None:
     @simulated
     async def test() -> None:
         directory = fresh()
@@ -224,7 +224,7 @@ async def test_a_checkpoint_without_responses_has_a_fraction_of_the_size(tmp_pat
         assert {(state.response_ids, state.logprobs, state.reward) for state in group} == {(None, None, None)}
 
 
-def test_a_manifest_that_does_not_say_is_treated_as_having_the_buffer(fresh: Callable[[], Path]) -> None:
+def test_a_manager_manifest_without_replay_buffer_saved_counts_as_saved(fresh: Callable[[], Path]) -> None:
     @simulated
     async def test() -> None:
         directory = fresh()
@@ -260,7 +260,7 @@ class Remembers(FunctionAgentLoop):
         self.answered = state["answered"]
 
 
-def test_what_agent_loops_remember_is_saved_and_restored(fresh: Callable[[], Path]) -> None:
+def test_the_state_of_agent_loops_is_saved_and_restored(fresh: Callable[[], Path]) -> None:
     @simulated
     async def test() -> None:
         directory = fresh()
@@ -284,7 +284,7 @@ def test_what_agent_loops_remember_is_saved_and_restored(fresh: Callable[[], Pat
 
 @pytest.mark.parametrize("target", ["memory", "sqlite"])
 @pytest.mark.parametrize("source", ["memory", "sqlite"])
-async def test_a_plane_goes_on_in_another_storage(tmp_path: Path, source: str, target: str) -> None:
+async def test_a_plane_continues_in_another_storage(tmp_path: Path, source: str, target: str) -> None:
     def storage(kind: str, name: str) -> Storage:
         return MemoryStorage() if kind == "memory" else SQLiteStorage(tmp_path / f"{name}.db")
 
@@ -313,7 +313,7 @@ async def test_a_plane_goes_on_in_another_storage(tmp_path: Path, source: str, t
 
 
 @pytest.mark.parametrize("prompts_only", [False, True], ids=["full", "prompts"])
-async def test_the_same_store_is_rewound_and_what_was_trained_since_is_handed_out_again(
+async def test_the_same_store_is_rewound_and_groups_trained_since_are_handed_out_again(
     tmp_path: Path, prompts_only: bool
 ) -> None:
     def plane() -> Disaggregated:
@@ -343,7 +343,7 @@ async def test_the_same_store_is_rewound_and_what_was_trained_since_is_handed_ou
     await second.buffer.close()
 
 
-def test_each_kind_of_manager_goes_on_from_the_others_checkpoint(fresh: Callable[[], Path]) -> None:
+def test_each_kind_of_manager_continues_from_the_others_checkpoint(fresh: Callable[[], Path]) -> None:
     """The reference cannot."""
 
     @simulated
@@ -367,7 +367,7 @@ def test_each_kind_of_manager_goes_on_from_the_others_checkpoint(fresh: Callable
     test()
 
 
-def test_a_checkpoint_of_a_buffer_alone_goes_on_at_the_step_after_its_weights(fresh: Callable[[], Path]) -> None:
+def test_a_checkpoint_of_a_buffer_alone_continues_at_the_step_after_its_weights(fresh: Callable[[], Path]) -> None:
     @simulated
     async def test() -> None:
         directory = fresh()
@@ -419,7 +419,7 @@ def test_tasks_may_be_added_and_removed(fresh: Callable[[], Path], caplog: pytes
     test()
 
 
-def test_another_batch_size_after_a_resume_was_refused_for_ever(fresh: Callable[[], Path]) -> None:
+def test_another_batch_size_is_accepted_after_a_resume(fresh: Callable[[], Path]) -> None:
     @simulated
     async def test() -> None:
         directory = fresh()
@@ -637,7 +637,7 @@ def test_g04_a_checkpoint_begun_at_any_point_is_exact(tmp_path: Path, prompts_on
     assert refused < len(numbers) / 10
 
 
-def test_a_step_acknowledged_between_the_call_and_the_snapshot_was_skipped_by_a_resume(
+def test_a_resume_does_not_skip_a_step_acknowledged_between_the_call_and_the_snapshot(
     fresh: Callable[[], Path],
 ) -> None:
     @simulated
@@ -743,7 +743,7 @@ def lose_the_weights(directory: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("make", [colocated, disaggregated])
-def test_a_checkpoint_that_is_not_one_is_refused_and_changes_nothing(
+def test_an_invalid_checkpoint_is_refused_and_changes_nothing(
     tmp_path: Path, damage: Callable[[Path], None], says: str, make: Callable[..., Plane[Any]]
 ) -> None:
     async def main() -> None:

@@ -116,7 +116,7 @@ def test_every_altered_byte_every_other_length_and_an_older_version_is_refused()
             ENVELOPE.open(wrong, Path("here"))
 
 
-def test_a_newer_version_is_kept_apart_from_damage() -> None:
+def test_a_newer_version_is_unreadable_and_not_damaged() -> None:
     with pytest.raises(UnreadableData, match="version 4; this Forebay reads 3"):
         ENVELOPE.open(Envelope("forebay-things", 4).seal(b"{}"), Path("here"))
 
@@ -190,7 +190,7 @@ def test_a_symbolic_link_under_the_name_is_another_file(tmp_path: Path, store: P
 
 
 @pytest.mark.parametrize("kind", ["symlink", "directory", "missing"])
-def test_what_is_not_a_plain_file_is_not_linked(tmp_path: Path, store: Path, kind: str) -> None:
+def test_only_plain_files_are_linked(tmp_path: Path, store: Path, kind: str) -> None:
     source = tmp_path / "source"
     if kind == "symlink":
         source.symlink_to(store / "kept-1.bin")
@@ -213,7 +213,7 @@ def test_where_links_are_impossible_the_caller_copies(tmp_path: Path, store: Pat
     assert (store / "kept-1.bin").stat().st_nlink == 1
 
 
-def test_giving_up_removes_new_links_and_leaves_earlier_files(tmp_path: Path, store: Path) -> None:
+def test_aborting_removes_new_links_and_leaves_earlier_files(tmp_path: Path, store: Path) -> None:
     path = tmp_path / "things"
     save(path, OLD, store)
     before = listing(path)
@@ -239,7 +239,7 @@ def test_only_names_of_the_format_are_created_or_linked(tmp_path: Path, store: P
     assert listing(tmp_path / "things") == set()
 
 
-def test_a_manifest_that_names_what_was_not_written_is_not_published(tmp_path: Path, store: Path) -> None:
+def test_a_manifest_that_names_a_missing_file_is_not_published(tmp_path: Path, store: Path) -> None:
     path = tmp_path / "things"
     save(path, OLD, store)
     with writer_of(path) as writer, pytest.raises(InvalidInput, match=r"made-2\.bin"):
@@ -271,7 +271,7 @@ def test_files_that_are_still_open_are_finished_and_those_not_named_removed(tmp_
     assert listing(tmp_path) == {"manifest.json", "made-1.bin"}
 
 
-def test_nothing_is_swept_when_the_manifest_before_is_damaged(tmp_path: Path, store: Path) -> None:
+def test_no_file_is_removed_when_the_manifest_before_is_damaged(tmp_path: Path, store: Path) -> None:
     path = tmp_path / "things"
     save(path, OLD, store)
     (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes()[:-5])
