@@ -78,7 +78,7 @@ async def test_g04_a_checkpoint_restores_into_any_storage_under_any_policy(
     assert isinstance(groups[0][0].response_ids, np.ndarray)
     assert isinstance(groups[1][0].response_ids, list)
     assert [group[0].group_id for group in await other.redraw(9, "math")] == [0, 14]
-    await lease.ack()  # the one that was saved goes on undisturbed
+    await lease.ack()  # the buffer that was saved continues undisturbed
     await buffer.close()
     await other.close()
 

@@ -63,7 +63,7 @@ def record_files(path: Path) -> list[str]:
 
 
 def reads_truth_or_stops(path: Path, truth: Entries) -> None:
-    """Whatever is yielded before an error is what was written there."""
+    """Entries that are yielded before an error are the ones that were written there."""
     seen: Entries = []
 
     def read() -> None:
@@ -104,7 +104,7 @@ def test_a_checkpoint_reads_back_as_it_was_written(tmp_path: Path) -> None:
     written = save(tmp_path / "new" / "deep", OLD, facts=facts)
     with open_checkpoint(str(tmp_path / "new" / "deep")) as checkpoint:
         checkpoint.verify()
-        assert checkpoint.total_bytes == written.files[0].bytes
+        assert checkpoint.file == written.files[0]
         assert list(checkpoint.entries()) == OLD
         assert list(checkpoint.entries()) == OLD, "it can be read again"
         found = checkpoint.manifest
@@ -406,7 +406,7 @@ ESCAPES += [
 @pytest.mark.parametrize("name", ESCAPES)
 def test_g09_a_manifest_cannot_name_files_outside_of_its_directory(saved: Path, name: str) -> None:
     reseal(saved, lambda manifest: manifest["files"][0].update(name=name))
-    with pytest.raises(DamagedData, match="names a file"):
+    with pytest.raises(DamagedData, match=r"files\[0\]\.name"):
         open_checkpoint(saved)
 
 
@@ -466,11 +466,8 @@ def test_a_save_never_overwrites_a_foreign_or_newer_manifest(saved: Path, conten
 
 
 WRONG: dict[str, tuple[Callable[[Any], object], str]] = {
-    "twice": (lambda m: m["files"].append(m["files"][0]), "distinct names"),
-    "too many": (
-        lambda m: m.update(files=[{**m["files"][0], "name": f"groups-{i:016x}.fbr"} for i in range(65)]),
-        "65",
-    ),
+    "twice": (lambda m: m["files"].append(m["files"][0]), r"length.*files"),
+    "none": (lambda m: m.update(files=[]), r"length.*files"),
     "missing": (lambda m: m["files"][0].update(name="groups-0123456789abcdef.fbr"), "is missing"),
     "bytes": (lambda m: m["files"][0].update(bytes=2**62), "its manifest says"),
     "bytes beyond": (lambda m: m["files"][0].update(bytes=2**80), "cannot be read"),

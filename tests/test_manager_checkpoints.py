@@ -43,7 +43,7 @@ def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Callable[[], Path]:
-    """A directory of its own for every call: a simulated test runs several times."""
+    """A new directory for every call: a simulated test runs several times."""
     made: list[Path] = []
 
     def make() -> Path:
@@ -88,7 +88,7 @@ def half_way(fresh: Callable[[], Path], model_step: int, *, prompts_only: bool) 
             assert await plane.ledger() == {"issued": 8, "in_flight": 2, "buffered": 2, "leased": 2, "trained": 2}
             await plane.manager.save(directory, model_step, no_save_replay_buffer=prompts_only)
             await leased.lease.ack()
-            assert (await plane.ledger())["trained"] == 4, "the one that was saved goes on undisturbed"
+            assert (await plane.ledger())["trained"] == 4, "the run that was saved continues undisturbed"
 
         other = disaggregated(loop=after(1), interval=4)
         assert await other.manager.resume(directory) == model_step
@@ -558,7 +558,7 @@ def test_weights_before_the_last_acknowledged_step_are_refused(fresh: Callable[[
 
 
 def saved_at(number: int | None, directory: Path, *, prompts_only: bool, seed: int) -> tuple[int, bool]:
-    """A run that is saved from a certain event on, and another that goes on from that; the events, and if it was."""
+    """Save a run at the given event and continue it in another run; returns the events, and whether it was saved."""
     events, saved = 0, False
 
     async def main() -> None:
@@ -790,7 +790,7 @@ def test_a_manifest_of_another_program_is_not_overwritten(fresh: Callable[[], Pa
         directory = fresh()
         directory.mkdir()
         make_it_foreign(directory)
-        with pytest.raises(InvalidInput, match="would be overwritten"):
+        with pytest.raises(InvalidInput, match="would overwrite it"):
             await colocated().manager.save(directory, 0)
 
     test()

@@ -17,12 +17,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, nullcontext
 from os import PathLike
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -41,7 +40,6 @@ from forebay.storage.base import Storage
 
 __all__ = ["resume_storage", "save_storage"]
 
-T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 2 * 2**20
@@ -149,9 +147,9 @@ async def save_storage(
             replay_buffer_saved=not prompts_only,
             extra=content,
         )
-        published = await in_thread(lambda: chunks.locked(lambda: writer.publish(manifest)))
+        published = await in_thread(lambda: writer.publish(manifest))
     finally:
-        await grace(start_thread(lambda: chunks.locked(writer.abort)))
+        await grace(start_thread(writer.abort))
     if model_step is not None:
         await storage.saved(model_step)
     log.info("checkpoint_saved path=%s model_step=%s groups=%d", directory, model_step, published.files[0].entries)
@@ -166,12 +164,6 @@ class _Chunks:
         self._entries: list[tuple[bytes, bytes]] = []
         self._bytes = 0
         self._writing: asyncio.Future[None] | None = None
-        self._lock = threading.Lock()
-
-    def locked(self, call: Callable[[], T]) -> T:
-        """Call the writer when no thread uses it, not even one that a cancelled save left behind."""
-        with self._lock:
-            return call()
 
     async def add(self, record: bytes, frame: bytes) -> None:
         self._entries.append((record, frame))
@@ -189,7 +181,7 @@ class _Chunks:
             self._writing = None
         if self._entries:
             entries, self._entries, self._bytes = self._entries, [], 0
-            self._writing = start_thread(lambda: self.locked(lambda: self._writer.write(entries)))
+            self._writing = start_thread(lambda: self._writer.write(entries))
             self._writing.add_done_callback(_retrieve)
         await asyncio.sleep(0)
 

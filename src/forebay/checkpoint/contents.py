@@ -81,7 +81,7 @@ def check_contents(checkpoint: Checkpoint, progress: Progress | None = None) -> 
     accounts = saved_accounts(manifest)
     saved_limits(manifest)
     contents = Contents(Counter(), Counter(), {task_name: Counter() for task_name in accounts})
-    steps = Steps(progress, sum(file.entries for file in manifest.files))
+    steps = Steps(progress, checkpoint.file.entries)
     seen: set[tuple[str, int]] = set()
     last_uid = 0
     with as_values():

@@ -1,6 +1,6 @@
 """The directory format of checkpoints of groups: a crash leaves the old one, and nothing that is read is trusted.
 
-A checkpoint is a directory with `manifest.json`, the commit point, and the record files that it names:
+A checkpoint is a directory with `manifest.json`, the commit point, and the record file that it names:
 
     manifest.json       sealed as `publish` describes, of format "forebay-checkpoint", version 1
     groups-<16 hex>.fbr  magic "FBR1" | version u8 | 3 x 0 | the 16 hex digits of its name | entries
@@ -23,10 +23,10 @@ from __future__ import annotations
 import re
 import secrets
 import struct
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeAlias
@@ -64,7 +64,6 @@ ENVELOPE = Envelope("forebay-checkpoint", 1)
 MAX_RECORD_BYTES = 2**20
 
 _RECORD_FILE = re.compile(r"groups-[0-9a-f]{16}\.fbr", re.ASCII)
-_MAX_FILES = 64  # a reader holds them all open
 
 _FILE_HEADER = struct.Struct("<4sB3x16s")
 _MAGIC, _FILE_VERSION = b"FBR1", 1
@@ -77,7 +76,7 @@ Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 class RecordFile(msgspec.Struct, frozen=True, kw_only=True):
     """A record file, as the manifest describes it."""
 
-    name: str
+    name: Annotated[str, Meta(pattern=rf"\A{_RECORD_FILE.pattern}\Z")]
     bytes: Count
     entries: Count
     crc32: Annotated[int, Meta(ge=0, lt=2**32)]
@@ -96,7 +95,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     # `publish` fills these in.
     created_at: float = 0.0
     forebay_version: str = ""
-    files: tuple[RecordFile, ...] = ()
+    files: Annotated[tuple[RecordFile, ...], Meta(min_length=1, max_length=1)] = ()
 
 
 # --- write --------------------------------------------------------------------------------------------
@@ -105,18 +104,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 class CheckpointWriter:
     """Writes one checkpoint into a directory: `write` its entries, then `publish`.
 
-    Leaving its `with` block aborts it unless it was published, and so does a failure: the old checkpoint stays.
+    Leaving its `with` block aborts it unless it was published, and so does a failure: the old checkpoint stays. Threads
+    take turns, so that a thread which a cancelled save left behind does no harm.
     """
 
     def __init__(self, directory: str | PathLike[str], files: FileOps | None = None) -> None:
         """Create the directory if it is missing; InvalidInput if it is a file, or has another program's manifest."""
+        self._turns = threading.Lock()
         nonce = secrets.token_hex(8)
         path = Path(directory) / MANIFEST
         self._writer = DirectoryWriter(
             directory,
             ENVELOPE,
             ours=_RECORD_FILE,
-            names_in=lambda body: _names(_decode_manifest(body, path)),
+            names_in=lambda body: {_decode_manifest(body, path).files[0].name},
             files=files,
         )
         self._name, self._entries = f"groups-{nonce}.fbr", 0
@@ -128,7 +129,7 @@ class CheckpointWriter:
     def write(self, entries: Iterable[tuple[bytes, bytes]]) -> None:
         """Add entries of a record and a frame, which may be empty; many at once cost fewer system calls."""
         parts: list[bytes] = []
-        with self._writer.or_abort():
+        with self._turns, self._writer.or_abort():
             for record, frame in entries:
                 if len(record) > MAX_RECORD_BYTES or len(frame) > MAX_FRAME_BYTES:
                     raise InvalidInput(
@@ -148,13 +149,14 @@ class CheckpointWriter:
 
         file = RecordFile(name=self._name, bytes=self._bytes, entries=self._entries, crc32=self._crc)
         manifest = msgspec.structs.replace(manifest, created_at=time.time(), forebay_version=__version__, files=(file,))
-        with self._writer.or_abort():
+        with self._turns, self._writer.or_abort():
             self._writer.publish(encode_body(manifest))
         return manifest
 
     def abort(self) -> None:
         """Remove the written files and release the directory. Does nothing after `publish`."""
-        self._writer.abort()
+        with self._turns:
+            self._writer.abort()
 
     def __enter__(self) -> Self:
         return self
@@ -182,32 +184,14 @@ class Checkpoint:
 
     def __init__(self, directory: Path, manifest: Manifest, files: FileOps) -> None:
         """Use `open_checkpoint`."""
-        self.directory = directory
-        self.manifest = manifest
-        self._files = files
-        self._descriptors: list[int] = []
-        try:
-            for file in manifest.files:
-                descriptor, size = open_plain(directory / file.name, files)
-                self._descriptors.append(descriptor)
-                if size != file.bytes:
-                    raise DamagedData(f"{directory / file.name} has {size} bytes; its manifest says {file.bytes}")
-        except BaseException:
+        self.directory, self.manifest = directory, manifest
+        (self.file,) = manifest.files
+        self._path, self._files = directory / self.file.name, files
+        self._descriptor: int | None
+        self._descriptor, size = open_plain(self._path, files)
+        if size != self.file.bytes:
             self.close()
-            raise
-
-    @property
-    def total_bytes(self) -> int:
-        """The size of all record files."""
-        return sum(file.bytes for file in self.manifest.files)
-
-    def entries(self) -> Iterator[tuple[bytes, bytes]]:
-        """Every (record, frame) in the order of writing, one in memory at a time; DamagedData at an altered one.
-
-        The entries before that are intact, but not all: call `verify` first to take all or nothing.
-        """
-        for index in range(len(self.manifest.files)):
-            yield from self._file_entries(index)
+            raise DamagedData(f"{self._path} has {size} bytes; its manifest says {self.file.bytes}")
 
     def verify(self) -> None:
         """Read every entry and check its checksum; DamagedData if one does not match."""
@@ -215,9 +199,10 @@ class Checkpoint:
             pass
 
     def close(self) -> None:
-        while self._descriptors:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
             with suppress(OSError):
-                self._files.close(self._descriptors.pop())
+                self._files.close(descriptor)
 
     def __enter__(self) -> Self:
         return self
@@ -225,10 +210,19 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _file_entries(self, index: int) -> Iterator[tuple[bytes, bytes]]:
-        file = self.manifest.files[index]
-        path = self.directory / file.name
-        stream = ForwardReader(partial(self._read, index))
+    def _read(self, count: int, offset: int) -> bytes:
+        if self._descriptor is None:
+            raise CheckpointError(f"the checkpoint in {self.directory} was closed while it was read")
+        with doing("read", self._path):
+            return self._files.read(self._descriptor, count, offset)
+
+    def entries(self) -> Iterator[tuple[bytes, bytes]]:
+        """Every (record, frame) in the order of writing, one in memory at a time; DamagedData at an altered one.
+
+        The entries before that are intact, but not all: call `verify` first to take all or nothing.
+        """
+        file, path = self.file, self._path
+        stream = ForwardReader(self._read)
 
         def take(count: int) -> bytes:
             data = stream.take(count)
@@ -264,13 +258,6 @@ class Checkpoint:
                 f"{file.entries} with {file.crc32:08x}"
             )
 
-    def _read(self, index: int, count: int, offset: int) -> bytes:
-        # By index: after closing, the same descriptor number may mean another file.
-        if index >= len(self._descriptors):
-            raise CheckpointError(f"the checkpoint in {self.directory} was closed while it was read")
-        with doing("read", self.directory / self.manifest.files[index].name):
-            return self._files.read(self._descriptors[index], count, offset)
-
 
 # --- the manifest -------------------------------------------------------------------------------------
 
@@ -280,17 +267,6 @@ _manifest_decoder = msgspec.json.Decoder(Manifest)
 
 def _decode_manifest(body: bytes, path: Path) -> Manifest:
     try:
-        manifest = _manifest_decoder.decode(body)
+        return _manifest_decoder.decode(body)
     except UNREADABLE as error:
         raise DamagedData(f"{path} cannot be read: {error}") from None
-    for file in manifest.files:
-        if not _RECORD_FILE.fullmatch(file.name):
-            raise DamagedData(f"{path} names a file {file.name[:100]!r}; expected groups-<16 hex digits>.fbr")
-    files = len(manifest.files)
-    if len(_names(manifest)) != files or files > _MAX_FILES:
-        raise DamagedData(f"{path} names {files} files; expected distinct names, at most {_MAX_FILES}")
-    return manifest
-
-
-def _names(manifest: Manifest) -> set[str]:
-    return {file.name for file in manifest.files}

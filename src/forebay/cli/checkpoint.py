@@ -52,7 +52,7 @@ def verify(path: Path) -> None:
     try:
         with _opened(path) as opened, show.progress_bar("verifying") as progress:
             groups = check_contents(opened, progress).groups.total()
-            result |= {"groups": groups, "bytes": opened.total_bytes, "model_step": opened.manifest.model_step}
+            result |= {"groups": groups, "bytes": opened.file.bytes, "model_step": opened.manifest.model_step}
     except DamagedData as error:
         show.result({**result, "whole": False, "error": str(error)}, lambda _: None)
         raise DamagedData(f"{path} is damaged: {error}") from None
@@ -97,8 +97,8 @@ def _described(path: Path, opened: Checkpoint, contents: Contents | None) -> dic
         "forebay_version": manifest.forebay_version,
         "model_step": manifest.model_step,
         "store_id": manifest.store_id,
-        "bytes": opened.total_bytes,
-        "groups": sum(file.entries for file in manifest.files),
+        "bytes": opened.file.bytes,
+        "groups": opened.file.entries,
         "tasks": tasks,
         "limits": {name: msgspec.structs.asdict(limits) for name, limits in sorted(saved_limits(manifest).items())},
     }
