@@ -73,7 +73,7 @@ def test_the_version_is_that_of_the_project() -> None:
     assert forebay.__version__ == tomllib.loads(project.read_text())["project"]["version"]
 
 
-def test_the_walk_over_the_modules_finds_them() -> None:
+def test_the_list_of_modules_is_complete() -> None:
     assert {"forebay.buffer.buffer", "forebay.core.query", "forebay.storage.local.sorted_keys"} <= set(_MODULES)
 
 

@@ -14,7 +14,6 @@ import msgspec
 import pytest
 
 from forebay import LostLease, Status, Storage
-from forebay.config import build_storage
 from forebay.core.ledger import Account, Event, Watermark
 from forebay.core.query import parse
 from forebay.core.record import Record, describe
@@ -27,6 +26,7 @@ from forebay.ray.host import Host
 from forebay.ray.operations import HostSpec
 from forebay.ray.wire import Parcel
 from forebay.storage.base import Arrival, Claim, Content, Purpose, Ready, Revision, Settings
+from forebay.storage.urls import build_storage
 from forebay.testing import make_group
 
 COMPLETED, ABORTED = Status.COMPLETED, Status.ABORTED

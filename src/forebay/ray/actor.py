@@ -17,7 +17,6 @@ import msgspec
 import ray
 
 import forebay
-from forebay.config import IN_MEMORY, build_storage
 from forebay.errors import ForebayError
 from forebay.ray import packing, wire
 from forebay.ray.frames import FrameStorage
@@ -27,6 +26,7 @@ from forebay.ray.operations import HostSpec
 from forebay.ray.runner import Inline, InThread, Runner
 from forebay.ray.wire import Message, Payload
 from forebay.storage.base import Storage
+from forebay.storage.urls import IN_MEMORY, build_storage
 
 __all__ = ["NAMESPACE", "SPARE_THREADS", "BufferActor", "actor_name"]
 

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.group_ends import OnGroupEnd
 from forebay.buffer.session import SHARED_LEASE_S
-from forebay.config import IN_MEMORY, POLICIES, SQLITE_URL, ReplayBufferConfig
+from forebay.config import POLICIES, ReplayBufferConfig
 from forebay.core.policy import Order, ReplayPolicy
 from forebay.core.validate import whole_number
 from forebay.errors import BufferLost, ForebayError, InvalidConfig, NameTaken, NoSuchBuffer, StorageUnavailable
@@ -35,6 +35,7 @@ from forebay.ray.operations import HostSpec
 from forebay.ray.shards import MAX_SHARDS, ShardedStorage, shard_url
 from forebay.ray.storage import RayStorage
 from forebay.storage.base import Settings, Storage
+from forebay.storage.urls import IN_MEMORY, SQLITE_URL
 
 __all__ = ["RayReplayBuffer"]
 

@@ -25,7 +25,6 @@ from typing import Any, ClassVar, TypeVar
 
 from msgspec.structs import replace
 
-from forebay.config import IN_MEMORY, SQLITE_URL
 from forebay.core.aio import see_through
 from forebay.core.ledger import Account, Event, GroupEnd, LedgerLine, Place, Watermark
 from forebay.core.query import And, Compare, Member, Node
@@ -50,6 +49,7 @@ from forebay.storage.base import (
     Storage,
     Usage,
 )
+from forebay.storage.urls import IN_MEMORY, SQLITE_URL
 
 __all__ = ["MAX_SHARDS", "ShardedStorage", "shard_of", "shard_url"]
 

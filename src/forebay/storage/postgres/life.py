@@ -19,8 +19,9 @@ from forebay.storage.base import Holding, Listener, Reaped, Settings, Storage, U
 from forebay.storage.postgres import arriving, looking, owners
 from forebay.storage.postgres.companion import EVERYTHING, Companion
 from forebay.storage.postgres.connections import Connections, Step
-from forebay.storage.postgres.schema import checked_name, ensure_schema
+from forebay.storage.postgres.schema import ensure_schema
 from forebay.storage.postgres.transactions import READ, transaction
+from forebay.storage.urls import checked_name
 
 __all__ = ["PostgresLife"]
 

@@ -16,7 +16,6 @@ search path.
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import Any
 
 import msgspec
@@ -33,7 +32,6 @@ __all__ = [
     "SHELF",
     "TALLY_COLUMNS",
     "advisory_key",
-    "checked_name",
     "ensure_schema",
     "order_clause",
     "replace_order_index",
@@ -43,7 +41,6 @@ __all__ = [
 VERSION = 3
 SHARDS = 16
 
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
 
 END_COUNTERS = ("trained", "filtered", "failed", "discarded")
 TALLY_COLUMNS = (
@@ -190,16 +187,6 @@ ALTER TABLE calls ALTER COLUMN data SET STORAGE EXTERNAL;
 _IS_THERE = """
 SELECT EXISTS (SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
     WHERE n.nspname = $1 AND c.relname = $2)"""
-
-
-def checked_name(name: str) -> str:
-    """A buffer name that is safe as an identifier; InvalidConfig otherwise."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidConfig(
-            f"a buffer in PostgreSQL is named {name!r}; expected a small letter, then up to 40 small letters, digits "
-            "and underscores"
-        )
-    return name
 
 
 def advisory_key(name: str, purpose: str) -> int:
