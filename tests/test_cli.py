@@ -22,7 +22,8 @@ import forebay.doctor
 from forebay import FIFOReplayPolicy, MemoryStorage, ReplayBuffer, Status
 from forebay.checkpoint.format import CheckpointWriter, open_checkpoint
 from forebay.cli import main
-from forebay.codec.frame import decode_account, encode_account, encode_group
+from forebay.codec.frame import encode_group
+from forebay.codec.records import decode_account, encode_account
 from forebay.doctor import Finding, Level, examine_installation, examine_store
 from forebay.storage.sqlite import SQLiteStorage, schema
 from forebay.testing import make_group

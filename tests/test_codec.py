@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from msgspec.msgpack import Ext
 
-from forebay.codec.frame import decode_account, decode_group, decode_record, encode_account, encode_group, encode_record
+from forebay.codec.frame import decode_group, encode_group
+from forebay.codec.records import decode_account, decode_record, encode_account, encode_record
+from forebay.codec.values import decode_value, encode_value
 from forebay.core.ledger import Account, End, Place, Watermark
 from forebay.core.record import Record
 from forebay.core.references import Resolved
@@ -58,9 +60,9 @@ def frame_of(head: bytes, body: bytes = b"", version: int = 1) -> bytes:
     return packed(bytes(head), body, version)
 
 
-def packed(head: bytes, body: bytes, version: int = 1) -> bytes:
+def packed(head: bytes, body: bytes, version: int = 1, magic: bytes = b"FBG1") -> bytes:
     """A frame with a correct checksum, whatever is in it."""
-    start = START.pack(b"FBG1", version, len(head), len(body))
+    start = START.pack(magic, version, len(head), len(body))
     return start + crc32(start + head + body).to_bytes(4, "little") + head + body
 
 
@@ -433,9 +435,9 @@ HOSTILE: dict[str, bytes] = {
     "no message": frame_of(msgspec.msgpack.encode([[0], [{}]])),
     "a rest": frame_of(msgspec.msgpack.encode([[0], [{"message": []}]]) + b"\0"),
     "empty": frame_of(b""),
-    "message is a text": crafted({"message": "x"}),
+    "message is a string": crafted({"message": "x"}),
     "status unknown": crafted({"status": "weird"}),
-    "group_id is a text": crafted({"group_id": "1"}),
+    "group_id is a string": crafted({"group_id": "1"}),
     "group_id of 64 bits unsigned": crafted({"group_id": 2**64 - 1}),
     "tries are negative": crafted({"num_tries": -1}),
     "segment is a float": crafted({"segment": 0.5}),
@@ -445,7 +447,7 @@ HOSTILE: dict[str, bytes] = {
     "runs longer than the response": crafted({"response_ids": [1], "version_spans": [[1, 2**62]]}),
     "columns of unequal length": crafted({"response_ids": [1], "logprobs": [0.1, 0.2]}),
     "a column that is a number": crafted({"response_ids": 5}),
-    "a column that is a text": crafted({"response_ids": "abc"}),
+    "a column that is a string": crafted({"response_ids": "abc"}),
     "rollouts twice": frame_of(msgspec.msgpack.encode([[0, 0], [{"message": [], "rollout_id": 1}] * 2])),
     "a value in version 1": crafted({X: {"a": reference_ext(0)}}),
     "a reference beside version 1": crafted({X: {"a": reference_ext(0, 4)}}),
@@ -525,8 +527,55 @@ def test_frames_of_other_versions_are_refused_by_name(version: int) -> None:
 
 @pytest.mark.parametrize(("head", "body"), [(2**32 - 1, 0), (0, 2**64 - 1), (0, 4 * 2**30)])
 def test_huge_sizes_in_a_header_are_refused(head: int, body: int) -> None:
-    with pytest.raises(DamagedData, match="says that it has"):
+    with pytest.raises(DamagedData, match="the header of a group frame says"):
         decode_group(HEADER.pack(b"FBG1", 1, head, body, 0) + bytes(100))
+
+
+# --- plain values -------------------------------------------------------------------------------------
+
+
+@given(values)
+@settings(max_examples=200, deadline=None)
+def test_plain_values_come_out_as_they_went_in(value: Any) -> None:
+    assert same(decode_value(encode_value(value)), value)
+
+
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_a_value_that_is_not_plain_data_is_refused(what: str) -> None:
+    with pytest.raises(UnsupportedPayload, match=r"^\$"):
+        encode_value([0, UNSUPPORTED[what]])
+
+
+def test_the_arrays_of_a_decoded_value_are_read_only_views_of_its_frame() -> None:
+    frame = encode_value({"order": np.arange(100)})
+    order = decode_value(frame)["order"]
+    assert np.shares_memory(order, np.frombuffer(frame, np.uint8))
+    assert not order.flags.writeable
+
+
+def test_g09_damaged_values_are_refused() -> None:
+    frame = encode_value({"t": (1, ("a",)), "a": np.arange(6, dtype=np.float32), "n": [None, 2**63]})
+    hostile = [frame[:size] for size in range(len(frame))]
+    hostile += [frame + b"\0", PICKLE, _example(), HOSTILE["array beyond"], HOSTILE["deep tuples"]]
+    for bit in range(8 * len(frame)):
+        changed = bytearray(frame)
+        changed[bit // 8] ^= 1 << bit % 8
+        hostile.append(bytes(changed))
+    for content in hostile:
+        with pytest.raises(DamagedData):
+            decode_value(content)
+
+
+@pytest.mark.parametrize("head", [Ext(3, bytes(4)), Ext(4, bytes(4)), Ext(9, PICKLE), Ext(2, b"\x80"), Ext(1, b"")])
+def test_g09_values_with_hostile_extensions_are_refused(head: Ext) -> None:
+    content = msgspec.msgpack.encode([head])
+    with pytest.raises(DamagedData, match="cannot be read"):
+        decode_value(packed(content, bytes(-(HEADER.size + len(content)) % 16), magic=b"FBV1"))
+
+
+def test_values_of_other_versions_are_refused_by_name() -> None:
+    with pytest.raises(UnreadableData, match="a value frame of version 2; this Forebay reads version 1"):
+        decode_value(packed(b"\xc0", bytes(7), 2, magic=b"FBV1"))
 
 
 # --- records and accounts -----------------------------------------------------------------------------

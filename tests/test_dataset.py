@@ -15,9 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import DamagedData, InvalidDataset, InvalidInput, InvalidRecord
-from forebay.prompts import sources as dataset_module
-from forebay.prompts.sources import JSONLDataset, LoaderSource, MapSource, Source, open_source, shuffled_index
+from forebay import RolloutState
+from forebay.codec.frame import encode_group
+from forebay.errors import DamagedData, InvalidDataset, InvalidInput, InvalidRecord, UnreadableData
+from forebay.prompts import jsonl
+from forebay.prompts.jsonl import JSONLDataset
+from forebay.prompts.loader import LoaderSource, pack_loader_state, unpack_loader_state
+from forebay.prompts.map_style import MapSource, shuffled_index
+from forebay.prompts.sources import Source, open_source
 
 
 def order(seed: int, epoch: int, size: int) -> list[int]:
@@ -133,8 +138,8 @@ def test_opening_touches_nothing() -> None:
         ({"train": [1]}, "is a mapping"),
         ((number for number in range(3)), "is an iterator"),
         (iter([1]), "is an iterator"),
-        (7, "cannot be drawn from"),
-        (None, "cannot be drawn from"),
+        (7, "is not a data set"),
+        (None, "is not a data set"),
     ],
 )
 def test_what_is_no_data_set_is_refused_with_what_would_do(dataset: Any, said: str) -> None:
@@ -204,7 +209,7 @@ def test_a_data_set_that_grows_while_it_is_drawn_from_is_refused() -> None:
     source = opened(records)
     source.read(0)
     records.append(4)
-    with pytest.raises(InvalidDataset, match="has 4 records, and had 3"):
+    with pytest.raises(InvalidDataset, match="has 4 records, but had 3"):
         source.read(1)
 
 
@@ -254,7 +259,7 @@ def test_the_last_record_of_a_loader_can_be_asked_for_again_and_no_other() -> No
     assert read(source, 2) == [0, 1]
     assert source.read(1) == (1, 1)
     for cursor in (0, 3):
-        with pytest.raises(InvalidDataset, match=f"stands at record 2, but record {cursor} was asked for"):
+        with pytest.raises(InvalidDataset, match=f"is at record 2, but record {cursor} was asked for"):
             source.read(cursor)
     assert source.read(2) == (2, 2)
 
@@ -301,23 +306,23 @@ def test_skipping_ahead_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_shorter_loader_than_the_one_that_was_drawn_from_is_refused() -> None:
     source = opened(Counted(4))
     read(source, 3)
-    with pytest.raises(InvalidDataset, match="ended after 2 records of epoch 0; 3 had been drawn"):
+    with pytest.raises(InvalidDataset, match="ended after 2 records of epoch 0, but 3 were drawn before"):
         opened(Counted(2)).restore(3, source.state())
 
 
 def test_a_loader_cannot_go_on_where_a_map_style_data_set_was_drawn_from() -> None:
-    with pytest.raises(InvalidDataset, match="5 groups were drawn, but no loader's state is known"):
+    with pytest.raises(InvalidDataset, match="5 groups were drawn, but there is no loader state"):
         opened(Counted()).restore(5, None)
     source = opened(Counted())
     read(source, 2)
-    with pytest.raises(InvalidDataset, match="9 groups were drawn, but the loader's state is that of record 2"):
+    with pytest.raises(InvalidDataset, match="9 groups were drawn, but the loader state is that of record 2"):
         opened(Counted()).restore(9, source.state())
 
 
 def test_a_loader_with_a_state_does_not_start_again_for_another_task() -> None:
     source = opened(Stateful())
     read(source, 2)
-    with pytest.raises(InvalidDataset, match="stands at record 2, and cannot go back to its start"):
+    with pytest.raises(InvalidDataset, match="is at record 2, and cannot return to its start"):
         source.restore(0, None)
     assert source.read(2) == (2, 2)
     plain = opened(Counted())
@@ -335,9 +340,15 @@ def test_a_state_that_is_none_is_refused_and_the_place_kept(state: bytes) -> Non
     assert source.read(2) == (2, 2)
 
 
+def test_a_state_of_an_earlier_version_is_refused_by_name() -> None:
+    """Forebay 0.1 stored a loader's state as a group."""
+    with pytest.raises(UnreadableData, match=r"written by an earlier Forebay; .* give the task another name"):
+        opened(Counted()).restore(5, encode_group([RolloutState(message=[], extra_fields={"state": {"epoch": 0}})]))
+
+
 def test_a_state_of_other_content_is_refused() -> None:
-    with pytest.raises(DamagedData, match="written by something else"):
-        opened(Counted()).restore(5, dataset_module._pack({"epoch": "first"}))
+    with pytest.raises(DamagedData, match="Forebay did not write it"):
+        opened(Counted()).restore(5, pack_loader_state({"epoch": "first"}))
 
 
 def test_a_loader_that_refuses_its_state_says_which() -> None:
@@ -349,9 +360,9 @@ def test_a_loader_that_refuses_its_state_says_which() -> None:
     read(source, 3)
     picky = opened(Picky())
     for _ in range(2):
-        with pytest.raises(InvalidDataset, match="cannot go on at record 3: AssertionError: 2 workers expected"):
+        with pytest.raises(InvalidDataset, match="cannot continue at record 3: AssertionError: 2 workers expected"):
             picky.restore(3, source.state())
-        with pytest.raises(InvalidDataset, match="stands at"):
+        with pytest.raises(InvalidDataset, match="is at record"):
             picky.read(3)
 
 
@@ -487,7 +498,7 @@ keys = st.text() | st.integers() | st.sampled_from(["forebay:int", "forebay:item
 )
 @settings(max_examples=150, deadline=None)
 def test_a_loaders_state_comes_back_as_it_was(state: Any) -> None:
-    assert same(dataset_module._unpack(dataset_module._pack(state)), state)
+    assert same(unpack_loader_state(pack_loader_state(state)), state)
 
 
 def test_states_of_random_generators_come_back() -> None:
@@ -500,7 +511,7 @@ def test_states_of_random_generators_come_back() -> None:
         "scalar": np.int64(3),
         "point": Point(1, [2]),
     }
-    back = dataset_module._unpack(dataset_module._pack(state))
+    back = unpack_loader_state(pack_loader_state(state))
     assert same(back["python"], state["python"])
     assert same(list(back["numpy"]), list(state["numpy"]))  # type: ignore[call-overload]
     assert back["scalar"] == 3
@@ -594,7 +605,7 @@ def test_a_garbage_line_is_named_by_its_index(tmp_path: Path, line: bytes, said:
 def test_a_line_beyond_the_limit_is_one_bad_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blanks: bytes
 ) -> None:
-    monkeypatch.setattr(dataset_module, "_MAX_LINE_BYTES", 32)
+    monkeypatch.setattr(jsonl, "_MAX_LINE_BYTES", 32)
     long = blanks + b'{"prompt": "' + b"x" * 200 + b'"}'
     for end in (b"\n", b'\n{"prompt": "c"}\n'):
         source = opened(written(tmp_path / f"{len(end)}.jsonl", b'{"prompt": "a"}\n' + long + end))
@@ -608,7 +619,7 @@ def test_a_line_beyond_the_limit_is_one_bad_record(
 
 def test_a_line_at_the_limit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = b'{"prompt": "abc"}\n'
-    monkeypatch.setattr(dataset_module, "_MAX_LINE_BYTES", len(line))
+    monkeypatch.setattr(jsonl, "_MAX_LINE_BYTES", len(line))
     assert read(opened(written(tmp_path / "d.jsonl", line * 3)), 3) == [{"prompt": "abc"}] * 3
 
 

@@ -283,7 +283,7 @@ async def test_a_data_set_may_give_its_own_fingerprint() -> None:
     await Sampler(Versioned("v1")).with_buffer(ReplayBuffer()).draw(1, "math", ())
     with pytest.raises(ChangedDataset, match=r"own was .*, is "):
         await Sampler(Versioned("v2"), shuffle=False).with_buffer(buffer).draw(1, "math", ())
-    with pytest.raises(InvalidDataset, match=r"fingerprint\(\) of .*Versioned returned something else than plain data"):
+    with pytest.raises(InvalidDataset, match=r"fingerprint\(\) of .*Versioned returned a value that is not plain data"):
         await Sampler(Versioned(object())).with_buffer(ReplayBuffer()).draw(1, "math", ())
 
 

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from forebay import MemoryStorage, ReplayBuffer, RolloutState, Status, Storage, UnsupportedPayload, group_bytes
 from forebay.codec.frame import decode_group, encode_group
 from forebay.core.references import (
-    FIELDS,
     REFERENCE_BYTES,
     Resolved,
     as_values,
@@ -30,7 +29,7 @@ from forebay.core.references import (
     unregister,
     without_references,
 )
-from forebay.core.rollout import Group
+from forebay.core.rollout import USER_FIELDS, Group
 from forebay.errors import DamagedData, ReferenceLost
 from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
@@ -124,7 +123,7 @@ def mention(count: int, name: str) -> Callable[[Any], list[RolloutState]]:
 # --- frames -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize("name", USER_FIELDS)
 async def test_references_may_stand_in_every_field_of_the_users_own_at_any_depth(name: str, room: Cloakroom) -> None:
     group = tuple(mention(2, name)(room.put(IMAGE)))
     beside: list[Any] = []

@@ -1,9 +1,10 @@
-"""What follows from a sample or a group alone: status, versions, resetting, size and reward."""
+"""Samples and groups alone: the table of fields, status, versions, resetting, size and reward."""
 
 from __future__ import annotations
 
 import gc
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -11,12 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.core.rollout import (
+    COLUMNS,
+    DRAWABLE,
+    FIELDS,
+    ISSUED_FIELDS,
+    PROMPT_FIELDS,
+    RESPONSE_FIELDS,
+    USER_FIELDS,
+    Part,
     RolloutState,
     SampleParams,
     Status,
     finish_status,
-    freeze_arrays,
-    group_bytes,
     group_reward,
     group_status,
     group_tokens,
@@ -24,6 +31,7 @@ from forebay.core.rollout import (
     version_spans_of,
     versioned_tokens,
 )
+from forebay.core.sizes import freeze_arrays, group_bytes
 from forebay.errors import InvalidGroup, InvalidInput, UnsupportedPayload
 
 
@@ -98,6 +106,46 @@ def test_an_engine_that_was_stopped_made_an_aborted_sample() -> None:
 @pytest.mark.parametrize("reason", ["content_filter", "error", "tool_calls", "", None])
 def test_any_other_finish_reason_is_a_failure(reason: str | None) -> None:
     assert finish_status(reason) is Status.FAILED
+
+
+def test_the_drawable_statuses_are_those_that_wait_for_another_try() -> None:
+    assert DRAWABLE == (Status.INIT, Status.EXPIRED, Status.ABORTED)
+
+
+# --- the table of fields ------------------------------------------------------------------------------
+
+
+def stated_types(hint: Any) -> set[type]:
+    """The exact types that an annotation allows; empty for Any."""
+    if get_origin(hint) in (Union, UnionType):
+        return set().union(*map(stated_types, get_args(hint)))
+    return set() if hint is Any else {get_origin(hint) or hint}
+
+
+def test_the_table_has_every_field_in_the_order_of_the_class() -> None:
+    assert tuple(FIELDS) == RolloutState.__struct_fields__
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_table_agrees_with_the_annotations_of_the_class(name: str) -> None:
+    field, hint = FIELDS[name], get_type_hints(RolloutState)[name]
+    if field.column:
+        assert RolloutState.__annotations__[name] == "TokenColumn | None"
+        assert set(field.types) == {list, np.ndarray, type(None)}
+    else:
+        assert set(field.types) == stated_types(hint)
+    assert field.of_dicts == ("list[dict[str, Any]]" in RolloutState.__annotations__[name])
+    assert field.user_data == ("Any" in RolloutState.__annotations__[name]), "untyped data is the user's"
+
+
+def test_the_groups_of_fields_follow_from_the_table() -> None:
+    assert COLUMNS == ("prompt_ids", "tokens", "response_ids", "logprobs", "response_mask", "input_ids", "labels")
+    prompt = ("message", "prompt_ids", "data_source", "reward_model", "mm_info", "tools", "tool_choice")
+    assert prompt == PROMPT_FIELDS
+    assert set(ISSUED_FIELDS) == {*prompt, "session_id", "sample_params", "extra_fields"}
+    response = {"tool_calls", "routed_experts", "reward", "loop_state"}
+    assert set(USER_FIELDS) == {*prompt, *response, "extra_fields"} - {"prompt_ids"}
+    assert response == {name for name in USER_FIELDS if FIELDS[name].part is Part.RESPONSE}
 
 
 # --- versions -----------------------------------------------------------------------------------------
@@ -176,8 +224,9 @@ KEPT: dict[str, Any] = {
 }
 
 
-def test_every_field_of_a_sample_either_stays_or_goes_at_a_reset() -> None:
-    assert {*GONE, *KEPT, "tokens", "issued"} == set(RolloutState.__struct_fields__)
+def test_a_reset_removes_the_fields_of_the_response_and_keeps_the_others() -> None:
+    assert set(RESPONSE_FIELDS) == {*GONE, "tokens", "issued"}
+    assert FIELDS.keys() - set(RESPONSE_FIELDS) == set(KEPT)
 
 
 def test_a_reset_sample_has_its_prompt_and_nothing_of_its_response() -> None:
@@ -213,10 +262,8 @@ def test_a_reset_sample_without_prompt_ids_has_no_tokens() -> None:
 
 # --- sizes --------------------------------------------------------------------------------------------
 
-_COLUMNS = ["prompt_ids", "tokens", "response_ids", "logprobs", "response_mask", "input_ids", "labels"]
 
-
-@pytest.mark.parametrize("column", _COLUMNS)
+@pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -302,9 +349,9 @@ def test_a_value_nested_deeper_than_python_recurses_is_refused_without_recursing
 
 
 def test_frozen_columns_cannot_be_written() -> None:
-    columns: dict[str, Any] = {name: np.arange(2) for name in _COLUMNS}
+    columns: dict[str, Any] = {name: np.arange(2) for name in COLUMNS}
     freeze_arrays([sample(**columns), sample(response_ids=[1, 2])])
-    assert [name for name in _COLUMNS if columns[name].flags.writeable] == []
+    assert [name for name in COLUMNS if columns[name].flags.writeable] == []
 
 
 # --- rewards ------------------------------------------------------------------------------------------

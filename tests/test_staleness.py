@@ -69,8 +69,8 @@ def test_tokens_of_model_step_4_are_good_up_to_a_train_step(threshold: int, last
         (-1, 1, "max_staleness is -1; expected at least 0"),
         (0, 0, "sync_weights_interval is 0; expected at least 1"),
         (0, -4, "sync_weights_interval is -4"),
-        (0.5, 1, "max_staleness is 0.5; expected a whole number"),
-        (0, True, "sync_weights_interval is True; expected a whole number"),
+        (0.5, 1, "max_staleness is 0.5; expected an integer"),
+        (0, True, "sync_weights_interval is True; expected an integer"),
     ],
 )
 def test_a_threshold_that_is_not_positive_cannot_be_made(max_staleness: Any, interval: Any, message: str) -> None:

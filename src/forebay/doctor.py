@@ -21,7 +21,8 @@ from typing import Literal
 
 import msgspec
 
-from forebay.codec.frame import decode_account, decode_group, encode_account
+from forebay.codec.frame import decode_group
+from forebay.codec.records import decode_account, encode_account
 from forebay.core.ledger import Account, End, Place, open_ledger
 from forebay.core.record import Record
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput, StorageError, UnreadableData

@@ -29,7 +29,8 @@ from msgspec.structs import asdict, replace
 
 from forebay.checkpoint.files import FileOps
 from forebay.checkpoint.format import Checkpoint, CheckpointWriter, Manifest, open_checkpoint
-from forebay.codec.frame import decode_account, decode_group, decode_record, encode_account, encode_group, encode_record
+from forebay.codec.frame import decode_group, encode_group
+from forebay.codec.records import decode_account, decode_record, encode_account, encode_record
 from forebay.core.aio import grace, in_thread, start_thread
 from forebay.core.ledger import Account, End, Place, rewound_watermark
 from forebay.core.query import parse

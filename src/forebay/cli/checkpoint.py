@@ -19,7 +19,8 @@ import msgspec
 
 from forebay.checkpoint.format import Checkpoint, Manifest, open_checkpoint
 from forebay.cli import DAMAGED, Progress, one_line, progress_bar, show_json, size_text
-from forebay.codec.frame import decode_account, decode_group, decode_record
+from forebay.codec.frame import decode_group
+from forebay.codec.records import decode_account, decode_record
 from forebay.core.ledger import Account, End, Place
 from forebay.core.staleness import Limits
 from forebay.errors import CheckpointError, DamagedData, InvalidInput

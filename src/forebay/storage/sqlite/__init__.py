@@ -18,7 +18,8 @@ from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Se
 
 from msgspec.structs import replace
 
-from forebay.codec.frame import decode_account, decode_group, encode_account, encode_group
+from forebay.codec.frame import decode_group, encode_group
+from forebay.codec.records import decode_account, encode_account
 from forebay.core.aio import in_thread
 from forebay.core.ledger import Account, Place
 from forebay.core.record import Record, Row, identify, number_rollouts

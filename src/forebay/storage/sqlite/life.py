@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from forebay.codec.frame import decode_account, decode_end, encode_account, encode_end
+from forebay.codec.records import decode_account, decode_end, encode_account, encode_end
 from forebay.core.aio import in_thread, see_through
 from forebay.core.ledger import GroupEnd, Place
 from forebay.core.policy import Order
