@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.core.rollout import RolloutState, Status
+from forebay.core.rollout import COLUMNS, RolloutState, Status
 from forebay.core.validate import check_group, whole_number
 from forebay.errors import InvalidGroup, InvalidInput
 
@@ -126,9 +126,7 @@ def test_counts_that_are_not_integers_are_refused(field: str, value: object) -> 
 # --- columns ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "column", ["prompt_ids", "tokens", "response_ids", "logprobs", "response_mask", "input_ids", "labels"]
-)
+@pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize(
     ("content", "described"),
     [

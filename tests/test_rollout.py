@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay import ReplayBuffer
 from forebay.core.rollout import (
     COLUMNS,
     DRAWABLE,
@@ -28,6 +29,7 @@ from forebay.core.rollout import (
     group_status,
     group_tokens,
     reset_response,
+    shares_prompt,
     version_spans_of,
     versioned_tokens,
 )
@@ -146,6 +148,30 @@ def test_the_groups_of_fields_follow_from_the_table() -> None:
     response = {"tool_calls", "routed_experts", "reward", "loop_state"}
     assert set(USER_FIELDS) == {*prompt, *response, "extra_fields"} - {"prompt_ids"}
     assert response == {name for name in USER_FIELDS if FIELDS[name].part is Part.RESPONSE}
+
+
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.types and name != "issued"])
+async def test_put_refuses_a_field_of_a_type_that_the_table_does_not_list(name: str) -> None:
+    """The checks that are written out for speed cover every field of the table."""
+    group = [sample(), sample()]
+    setattr(group[1], name, 1.5)
+    with pytest.raises(InvalidInput):
+        await ReplayBuffer().put(group, "math")
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_samples_share_a_prompt_exactly_if_all_prompt_fields_are_the_same_objects(name: str) -> None:
+    one = sample()
+    other = one.__copy__()
+    assert shares_prompt(one, other)
+    setattr(other, name, object())
+    assert shares_prompt(one, other) == (name not in PROMPT_FIELDS)
+
+
+@pytest.mark.parametrize("name", USER_FIELDS)
+def test_the_size_of_a_group_counts_every_field_of_user_data(name: str) -> None:
+    value: Any = [{"key": b"x" * 100}] if FIELDS[name].of_dicts else {"key": b"x" * 100}
+    assert group_bytes([sample(**{name: value})]) >= 100
 
 
 # --- versions -----------------------------------------------------------------------------------------

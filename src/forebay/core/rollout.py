@@ -16,7 +16,7 @@ import enum
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import msgspec
@@ -330,7 +330,16 @@ def reset_response(state: RolloutState) -> RolloutState:
 
 def shares_prompt(one: RolloutState, other: RolloutState) -> bool:
     """Whether two samples have the very same objects in their prompt fields."""
-    return all(map(is_, prompt_of(one), prompt_of(other)))
+    # Written out: a loop over PROMPT_FIELDS takes three times as long, for every member of every put.
+    return (
+        one.message is other.message
+        and one.prompt_ids is other.prompt_ids
+        and one.data_source is other.data_source
+        and one.reward_model is other.reward_model
+        and one.mm_info is other.mm_info
+        and one.tools is other.tools
+        and one.tool_choice is other.tool_choice
+    )
 
 
 # --- versions, statuses and rewards ----------------------------------------------------------------------

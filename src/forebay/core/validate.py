@@ -7,10 +7,8 @@ the codec do that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import product
-from operator import attrgetter
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from numpy import integer, ndarray
 
@@ -34,10 +32,7 @@ __all__ = [
 K = TypeVar("K")
 T = TypeVar("T")
 
-# Later steps of a put use these fields before `sizes` checks the types of the rest.
-_TYPED_FIELDS = ("error_msg", "response", "finish_reason", "message", "extra_fields")
-_typed_fields_of: Callable[[RolloutState], tuple[Any, ...]] = attrgetter(*_TYPED_FIELDS)
-_FIELD_TYPES = frozenset(product(*(FIELDS[name].types for name in _TYPED_FIELDS)))
+_STRING = frozenset(FIELDS["response"].types)
 
 
 def check_group(group: Sequence[RolloutState], task_name: str) -> tuple[int | None, int | None]:
@@ -86,7 +81,14 @@ def check_group(group: Sequence[RolloutState], task_name: str) -> tuple[int | No
             if type(rollout_id) is not int or not -(2**63) <= rollout_id < 2**63:
                 rollout_id = state.rollout_id = _identity("rollout_id", rollout_id)
             seen.add((rollout_id, segment))
-        if tuple(map(type, _typed_fields_of(state))) not in _FIELD_TYPES:
+        # Written out, as in `sizes`: loops over FIELDS here make a put a fifth slower.
+        if (
+            type(state.error_msg) not in _STRING
+            or type(state.response) not in _STRING
+            or type(state.finish_reason) not in _STRING
+            or type(state.message) is not list
+            or type(state.extra_fields) is not dict
+        ):
             raise _wrong_type(state)
         _check_columns(state)
     if unnamed and seen:
@@ -155,9 +157,10 @@ def _check_spans(state: RolloutState) -> None:
 
 
 def _wrong_type(state: RolloutState) -> InvalidGroup:
-    found = zip(_TYPED_FIELDS, _typed_fields_of(state), strict=True)
-    name, value = next((name, value) for name, value in found if type(value) not in FIELDS[name].types)
-    return InvalidGroup(f"{name} of {_name(state)} is a {type(value).__name__}; expected {FIELDS[name].expected}")
+    names = ("error_msg", "response", "finish_reason", "message", "extra_fields")
+    name = next(name for name in names if type(getattr(state, name)) not in FIELDS[name].types)
+    found = type(getattr(state, name)).__name__
+    return InvalidGroup(f"{name} of {_name(state)} is a {found}; expected {FIELDS[name].expected}")
 
 
 def _coerce_status(state: RolloutState) -> None:
