@@ -39,7 +39,7 @@ def freeze_arrays(group: Sequence[RolloutState]) -> None:
     for state in group:
         for column in columns_of(state):
             if column is not None and type(column) is not list:
-                column.setflags(write=False)
+                column.setflags(False)  # `write`; passing it by keyword takes twice the time
 
 
 def group_bytes(group: Sequence[RolloutState]) -> int:
