@@ -1,7 +1,8 @@
-"""Groups, records and accounts as bytes: exact both ways, and DamagedData for whatever was tampered with (G9)."""
+"""Groups, records, accounts and values as bytes: exact both ways, and DamagedData for altered bytes (G9)."""
 
 from __future__ import annotations
 
+import gc
 import random
 import struct
 from decimal import Decimal
@@ -54,14 +55,14 @@ def same(one: Any, other: Any) -> bool:
 
 
 def frame_of(head: bytes, body: bytes = b"", version: int = 1) -> bytes:
-    """A frame whose header and checksum are right, whatever it holds."""
+    """A frame with a correct header and checksum."""
     padding = bytes(-(HEADER.size + len(head)) % 16)
     body = padding + body
     return packed(bytes(head), body, version)
 
 
 def packed(head: bytes, body: bytes, version: int = 1, magic: bytes = b"FBG1") -> bytes:
-    """A frame with a correct checksum, whatever is in it."""
+    """A frame with a correct checksum."""
     start = START.pack(magic, version, len(head), len(body))
     return start + crc32(start + head + body).to_bytes(4, "little") + head + body
 
@@ -225,6 +226,15 @@ def test_writing_does_not_change_the_group() -> None:
     assert all(map(same, group, copies))
 
 
+def test_writing_and_reading_leave_nothing_for_the_cycle_collector() -> None:
+    """A cycle would keep the arrays and the frame in memory until the collector runs."""
+    group = [RolloutState(message=[], response_ids=np.arange(9), extra_fields={"t": (1, (2,))})]
+    decode_group(encode_group(group))
+    gc.collect()
+    decode_group(encode_group(group))
+    assert gc.collect() == 0
+
+
 # --- what is not plain data ---------------------------------------------------------------------------
 
 
@@ -249,7 +259,7 @@ UNSUPPORTED: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", UNSUPPORTED)
 @pytest.mark.parametrize("inside", [lambda x: x, lambda x: [0, x], lambda x: (0, x), lambda x: {"key": [x]}])
-def test_what_is_not_plain_data_is_refused_with_its_path(what: str, inside: Any) -> None:
+def test_values_that_are_not_plain_data_are_refused_with_their_path(what: str, inside: Any) -> None:
     good = RolloutState(rollout_id=0, message=[])
     for name in ("extra_fields", "routed_experts", "message"):
         content = inside(UNSUPPORTED[what])
@@ -281,7 +291,7 @@ WRONG_FIELDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRONG_FIELDS)
-def test_what_could_not_be_read_again_is_not_written(name: str) -> None:
+def test_fields_that_a_reader_would_refuse_are_not_written(name: str) -> None:
     """Written but unreadable would be lost, after it was acknowledged."""
     state = RolloutState(message=[], response_ids=[1, 2])
     setattr(state, name, WRONG_FIELDS[name])
@@ -337,7 +347,7 @@ def test_g09_every_flipped_bit_of_a_frame_is_refused(example: str) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_g09_altered_heads_with_a_right_checksum_are_read_or_refused(example: str) -> None:
-    """Every byte of the head replaced by random others: no other exception, whatever they happen to mean."""
+    """Every byte of the head replaced by random others: no other exception."""
     frame = EXAMPLES[example]()
     _, version, head_bytes, _, _ = HEADER.unpack_from(frame)
     head, body = bytearray(frame[HEADER.size : HEADER.size + head_bytes]), frame[HEADER.size + head_bytes :]
@@ -501,7 +511,7 @@ def test_the_helper_of_these_tests_makes_frames_that_are_read() -> None:
 
 
 @pytest.mark.parametrize("depth", [63, 64, 65, 66])
-def test_what_can_be_written_can_be_read_at_the_limit_of_nesting(depth: int) -> None:
+def test_values_at_the_limit_of_nesting_can_be_read_if_they_can_be_written(depth: int) -> None:
     for kind in (list, tuple, dict):
         try:
             frame = encode_group([RolloutState(message=[], routed_experts=_nested(depth, kind))])

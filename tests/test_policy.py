@@ -175,7 +175,7 @@ def test_choosing_nothing_is_allowed() -> None:
         ([1, 2, 3, 4], "4 uids; expected at most 3"),
     ],
 )
-def test_a_choice_that_was_not_offered_is_an_error(choice: list[Any], message: str) -> None:
+def test_a_choice_outside_of_the_rows_is_an_error(choice: list[Any], message: str) -> None:
     with pytest.raises(PolicyError, match=message) as caught:
         checked_choice(lambda rows, n: choice, _WAITING, 3)
     assert isinstance(caught.value, ForebayError)

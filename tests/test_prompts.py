@@ -73,7 +73,7 @@ def test_a_ready_sample_is_taken_without_its_old_identity() -> None:
     assert old.status is Status.FAILED
 
 
-def test_a_record_of_the_users_own_shape_is_mapped() -> None:
+def test_a_record_of_another_shape_is_mapped() -> None:
     assert built(("hello", 4), lambda record: {"prompt": record[0], "answer": record[1]}).extra_fields == {"answer": 4}
     assert built("hello", lambda record: RolloutState(message=[{"role": "user", "content": record}])).message == [TURN]
 

@@ -186,7 +186,7 @@ def test_text_compares_by_code_point() -> None:
     assert not matches({"task_name": "É"}, record(task_name="é"))
 
 
-def test_whole_numbers_and_floats_compare_by_value() -> None:
+def test_integers_and_floats_compare_by_value() -> None:
     assert matches({"reward": 1}, record(reward=1.0))
     assert matches({"tags.n": {"$in": [2**53 + 1]}}, record(tags={"n": 2**53 + 1}))
     assert not matches({"tags.n": {"$in": [2**53 + 1]}}, record(tags={"n": float(2**53)}))
@@ -245,7 +245,7 @@ _CONDITIONS = st.sampled_from(sorted(_OPS)).flatmap(lambda op: st.tuples(st.just
 
 @settings(deadline=None, max_examples=300)
 @given(oldest=st.none() | st.integers(0, 9), train_step=st.integers(1, 10), condition=_CONDITIONS)
-def test_staleness_is_judged_as_if_it_were_computed(
+def test_conditions_on_staleness_agree_with_computed_staleness(
     oldest: int | None, train_step: int, condition: tuple[str, Any]
 ) -> None:
     op, operand = condition

@@ -52,7 +52,7 @@ def test_statuses_are_their_lower_case_names() -> None:
     assert {status.name: str(status) for status in Status} == {name: name.lower() for name in Status.__members__}
 
 
-def test_a_status_and_its_text_find_the_same_entry_of_a_dict() -> None:
+def test_a_status_and_its_string_find_the_same_entry_of_a_dict() -> None:
     assert {Status.FAILED: 1}["failed"] == 1  # type: ignore[index]
     assert {"failed": 1}[Status.FAILED] == 1
 
@@ -97,11 +97,11 @@ def test_a_group_without_members_has_no_status() -> None:
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "STOP"])
-def test_an_engine_that_finished_made_a_completed_sample(reason: str) -> None:
+def test_the_finish_reasons_stop_and_length_mean_a_completed_sample(reason: str) -> None:
     assert finish_status(reason) is Status.COMPLETED
 
 
-def test_an_engine_that_was_stopped_made_an_aborted_sample() -> None:
+def test_the_finish_reason_abort_means_an_aborted_sample() -> None:
     assert finish_status("abort") is Status.ABORTED
 
 
@@ -329,14 +329,14 @@ _JSON = st.recursive(
 
 @settings(deadline=None, max_examples=200)
 @given(extra_fields=st.dictionaries(_TEXT, _JSON, max_size=3), response=_TEXT, reward=_JSON)
-def test_nested_values_and_texts_count_as_restated(extra_fields: dict[str, Any], response: str, reward: Any) -> None:
+def test_nested_values_and_strings_count_as_restated(extra_fields: dict[str, Any], response: str, reward: Any) -> None:
     state = sample(extra_fields=extra_fields, response=response, reward={"score": reward})
     expected = plain_bytes(extra_fields) + plain_bytes(response) + plain_bytes({"score": reward})
     assert group_bytes([state]) == expected
 
 
 @pytest.mark.parametrize(("text", "expected"), [("abc", 3), ("né", 3), ("水", 3), ("🜄", 4)])
-def test_text_counts_as_utf_8(text: str, expected: int) -> None:
+def test_strings_count_as_utf_8(text: str, expected: int) -> None:
     assert group_bytes([sample(response=text)]) == expected
     assert group_bytes([sample(error_msg=text)]) == expected
     assert group_bytes([sample(data_source=text)]) == expected
@@ -346,7 +346,7 @@ def test_bytes_and_foreign_arrays_count_their_length() -> None:
     assert group_bytes([sample(mm_info={"i": b"123"}, routed_experts=np.zeros((2, 3), dtype=np.int8))]) == 1 + 3 + 6
 
 
-def test_texts_inside_a_long_list_of_numbers_are_counted() -> None:
+def test_strings_inside_a_long_list_of_numbers_are_counted() -> None:
     mixed = [0, *["x" * 100] * 20, 0]
     assert group_bytes([sample(extra_fields={"": mixed})]) == plain_bytes(mixed)
 
@@ -360,7 +360,7 @@ def test_a_prompt_that_members_share_counts_once(k: int) -> None:
     assert group_bytes(group) == alone + 16 * k
 
 
-def test_a_prompt_of_a_members_own_counts_beside_the_shared_one() -> None:
+def test_the_separate_prompt_of_a_member_counts_beside_the_shared_one() -> None:
     shared = list(range(10))
     group = [sample(prompt_ids=shared), sample(prompt_ids=shared), sample(prompt_ids=list(shared))]
     assert group_bytes(group) == 160
@@ -400,13 +400,13 @@ _BAD_SCORES = ["high", [1.0], float("nan"), float("inf"), -float("inf"), 1j, 10*
 
 
 @pytest.mark.parametrize("score", _BAD_SCORES, ids=lambda score: f"{type(score).__name__} {score}"[:20])
-def test_a_score_that_is_no_finite_number_is_refused(score: Any) -> None:
+def test_a_score_that_is_not_a_finite_number_is_refused(score: Any) -> None:
     bad = sample(group_id=3, rollout_id=7, reward={"score": score})
     with pytest.raises(InvalidGroup, match=r"rollout 7 of group 3 .* finite number"):
         group_reward([sample(reward={"score": 0.5}), bad])
 
 
-def test_a_reward_that_is_no_dict_is_refused() -> None:
+def test_a_reward_that_is_not_a_dict_is_refused() -> None:
     with pytest.raises(InvalidGroup, match=r"rollout 7 of group 3 .*0\.25"):
         group_reward([sample(group_id=3, rollout_id=7, reward=0.25)])
 

@@ -87,7 +87,7 @@ def test_a_token_is_stale_exactly_below_the_floor(m: int, t: int, threshold: int
 
 @pytest.mark.parametrize("name", ["stale_threshold", "token_stale_threshold"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
-def test_limits_are_positive_whole_numbers(name: str, value: Any) -> None:
+def test_limits_are_positive_integers(name: str, value: Any) -> None:
     with pytest.raises(InvalidInput, match=f"^{name} is {value!r}"):
         Limits(**{name: value})
 
@@ -111,7 +111,7 @@ def steps_of(spans: VersionSpans) -> list[int]:
     return [step for step, run in spans for _ in range(run)]
 
 
-def test_stamping_fills_what_has_no_version() -> None:
+def test_stamping_gives_a_version_to_tokens_without_one() -> None:
     assert steps_of(stamp(((1, 1),), 3, 4)) == [1, 4, 4]
 
 

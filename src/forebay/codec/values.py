@@ -285,13 +285,17 @@ class ValueReader:
     def __init__(self, body: memoryview) -> None:
         self._body = body
         self._depth = 0
+        self._tuples: Decoder[Any] | None = None  # decodes the items of tuples
         self.values: Sequence[Any] | None = None  # what extension 3 refers to
         self.beside: Sequence[Any] | None = None  # what extension 4 refers to
         self._array_bytes: int | None = None  # counts the arrays in values, while `decode_values` reads them
 
     def decode(self, data: Buffer | msgspec.Raw, kind: Any = Any) -> Any:
         """The value of a piece of the head, checked against a type."""
-        return Decoder(kind, ext_hook=self._extension).decode(data)
+        try:
+            return Decoder(kind, ext_hook=self._extension).decode(data)
+        finally:
+            self._tuples = None  # a cycle of reader and decoder would keep the frame until the cycle collector runs
 
     def decode_values(self, data: msgspec.Raw) -> list[Any]:
         """The values of references."""
@@ -315,7 +319,9 @@ class ValueReader:
             self._depth += 1
             if self._depth > MAX_DEPTH + 1:
                 raise InvalidInput(f"tuples nested deeper than {MAX_DEPTH} levels")
-            items = self.decode(data)
+            if self._tuples is None:
+                self._tuples = Decoder(ext_hook=self._extension)
+            items = self._tuples.decode(data)
             self._depth -= 1
             if type(items) is not list:
                 raise InvalidInput(f"extension {_TUPLE} is a {type(items).__name__}; expected a list")
