@@ -323,10 +323,10 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     "priority nan": (InvalidInput, "priority", lambda b: b.put(make_group(), "math", priority=float("nan"))),
     "tag of a wrong type": (InvalidInput, "tag 'a'", lambda b: b.put(make_group(), "math", tags={"a": [1]})),
     "task without name": (InvalidInput, "task_name", lambda b: b.put(make_group(), "")),
-    "n that is not whole": (InvalidInput, "whole number", lambda b: b.get(1.5, "math", Status.COMPLETED)),
-    "n that is a bool": (InvalidInput, "whole number", lambda b: b.take_batch({"math": True})),
+    "n that is not whole": (InvalidInput, "expected an integer", lambda b: b.get(1.5, "math", Status.COMPLETED)),
+    "n that is a bool": (InvalidInput, "expected an integer", lambda b: b.take_batch({"math": True})),
     "unknown status": (InvalidInput, "unknown status 'done'", lambda b: b.get(1, "math", "done")),
-    "wants that are no dict": (InvalidInput, "expected {task: groups}", lambda b: b.is_ready([("math", 1)])),
+    "wants that are no dict": (InvalidInput, "expected a dict of task names", lambda b: b.is_ready([("math", 1)])),
     "lease for step 0": (InvalidInput, "train_step is 0", lambda b: b._lease({"math": 1}, 0, Status.COMPLETED, 0)),
     "refresh of what does not expire": (
         InvalidInput,

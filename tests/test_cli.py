@@ -23,7 +23,8 @@ from forebay import FIFOReplayPolicy, MemoryStorage, ReplayBuffer, Status
 from forebay.checkpoint.format import CheckpointWriter, open_checkpoint
 from forebay.cli import main
 from forebay.cli.doctor import examine_machine
-from forebay.codec.frame import decode_account, encode_account, encode_group
+from forebay.codec.frame import encode_group
+from forebay.codec.records import decode_account, encode_account
 from forebay.core.report import Level
 from forebay.storage.sqlite import SQLiteStorage, schema
 from forebay.storage.sqlite.doctor import examine_library, examine_store

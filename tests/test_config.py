@@ -249,7 +249,7 @@ def test_a_manager_is_built_from_a_toml_file(tmp_path: Path, mode: str) -> None:
         ({"tasks": [{"name": "a", "weight": 0}]}, "the weights of all tasks"),
         ({"tasks": [{"name": "a", "weight": -1}]}, "expected a number from 0"),
         ({"tasks": [{"name": "a"}, {"name": "a"}]}, "two tasks are named 'a'"),
-        ({"tasks": [{"name": ""}]}, "expected a string that is not empty"),
+        ({"tasks": [{"name": ""}]}, "expected a non-empty string"),
         ({"tasks": {"name": "manager"}}, "choose another name"),
         ({"tasks": [{"name": "a", "wait": 1}]}, "unknown field `wait`"),
         ({"tasks": [{"name": "a"}], "mode": "both"}, "mode"),

@@ -199,7 +199,7 @@ def change(**fields: Any) -> Spoil:
         (change(reward=0.5), "reward"),
         (change(status=Status.FAILED, error_msg="the tool crashed"), "the tool crashed"),
         (change(status=Status.FAILED, finish_reason="content_filter"), "content_filter"),
-        (lambda returned: [returned[0], returned[1], returned[1], returned[2]], "stands twice"),
+        (lambda returned: [returned[0], returned[1], returned[1], returned[2]], "appears twice"),
         (lambda returned: [returned[0], "no sample", returned[2]], "did not return it"),
     ],
 )
@@ -211,7 +211,7 @@ def test_a_bad_answer_fails_its_member_only(spoil: Spoil, error: str) -> None:
     assert error in (bad.error_msg or "")
     assert members[0].status is Status.COMPLETED
     if members[2].status is not Status.COMPLETED:  # another member came back under its id
-        assert "stands twice" in (members[2].error_msg or "")
+        assert "appears twice" in (members[2].error_msg or "")
 
 
 @pytest.mark.parametrize("returned", [None, 5, "text", {}, [], [None]])

@@ -27,15 +27,8 @@ from forebay.core.policy import (
     StalenessReplayPolicy,
 )
 from forebay.core.record import Record
-from forebay.core.rollout import (
-    RolloutState,
-    SampleParams,
-    Status,
-    finish_status,
-    group_bytes,
-    group_status,
-    version_spans_of,
-)
+from forebay.core.rollout import RolloutState, SampleParams, Status, finish_status, group_status, version_spans_of
+from forebay.core.sizes import group_bytes
 from forebay.core.staleness import group_staleness, sample_staleness, stale_threshold, staleness, token_mask
 from forebay.errors import (
     BufferClosed,

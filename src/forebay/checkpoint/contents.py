@@ -13,7 +13,8 @@ import msgspec
 from msgspec.structs import asdict, replace
 
 from forebay.checkpoint.format import Checkpoint, Manifest
-from forebay.codec.frame import decode_account, decode_group, decode_record
+from forebay.codec.frame import decode_group
+from forebay.codec.records import decode_account, decode_record
 from forebay.core.ledger import Account, Place, open_ledger
 from forebay.core.record import Record, Row, describe
 from forebay.core.references import as_values

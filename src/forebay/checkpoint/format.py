@@ -47,7 +47,7 @@ from forebay.checkpoint.publish import (
     open_plain,
     open_published,
 )
-from forebay.codec.frame import MAX_FRAME_BYTES
+from forebay.codec.values import MAX_FRAME_BYTES
 from forebay.errors import CheckpointError, DamagedData, InvalidInput, UnreadableData
 
 __all__ = [

@@ -431,7 +431,7 @@ class Manager:
 
     async def _compare_data(self, manifest: Manifest) -> None:
         """ChangedDataset if a task has another data set than when it was saved."""
-        from forebay.codec.frame import decode_account  # imported here, as the buffer does
+        from forebay.codec.records import decode_account  # imported here, as the buffer does
 
         for name, task in self.tasks.items():
             if name in manifest.accounts:

@@ -24,8 +24,8 @@ from forebay.produce.judge import GroupReward, Judge, SampleReward
 from forebay.produce.progress import Progress, default_progress
 from forebay.produce.settings import Budgets, Timeouts
 from forebay.produce.stats import Outcome
+from forebay.prompts.map_style import MapSource
 from forebay.prompts.sampler import Sampler
-from forebay.prompts.sources import MapSource
 
 __all__ = ["Evaluation", "evaluate"]
 

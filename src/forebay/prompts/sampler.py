@@ -41,8 +41,9 @@ from forebay.errors import (
     LostLease,
     UnsupportedPayload,
 )
+from forebay.prompts.loader import LoaderSource
 from forebay.prompts.records import Tokenize, ToRolloutState, as_answer, build_prompt, independent, without_response
-from forebay.prompts.sources import LoaderSource, Source, open_source
+from forebay.prompts.sources import Source, open_source
 
 __all__ = ["Sampler", "SamplerWithReplayBuffer", "check_sampler"]
 

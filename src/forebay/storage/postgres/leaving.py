@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from forebay.codec.frame import decode_end
+from forebay.codec.records import decode_end
 from forebay.core.ledger import End, Event, GroupEnd, Place, check_move, rewound_watermark
 from forebay.core.query import Node
 from forebay.core.record import Record, group_end

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from forebay.codec.frame import encode_end
+from forebay.codec.records import encode_end
 from forebay.core.ledger import MAX_REASONS, OTHER_REASONS, Account, End, GroupEnd, Place
 from forebay.core.record import Record
 from forebay.storage.postgres.rows import to_text

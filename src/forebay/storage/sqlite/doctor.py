@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-from forebay.codec.frame import decode_account, decode_group, encode_account
+from forebay.codec.frame import decode_group
+from forebay.codec.records import decode_account, encode_account
 from forebay.core.ledger import Account, End, Place, open_ledger
 from forebay.core.record import Record
 from forebay.core.report import Finding, Level, Progress, Steps, first_of, size_text
