@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import random
 import re
@@ -54,6 +53,7 @@ from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.agent_loop.server import authorization, checked_url, fetch, until_idle
 from forebay.core.aio import see_through
 from forebay.core.rollout import RolloutState, SampleParams, Status
+from forebay.core.validate import integer_setting, positive_seconds
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
 
 __all__ = ["OpenAIAgentLoop"]
@@ -129,16 +129,16 @@ class OpenAIAgentLoop(AgentLoop):
             raise InvalidConfig(f"client is {client!r:.80}; expected an httpx.AsyncClient or None")
         self.model = model
         self.sample_params = sample_params or SampleParams()
-        self.max_retries = int(_number("max_retries", max_retries, least=0, whole=True))
-        self.backoff_s = _number("backoff_s", backoff_s, least=0)
+        self.max_retries = integer_setting("max_retries", max_retries, least=0)
+        self.backoff_s = positive_seconds("backoff_s", backoff_s, or_zero=True)
         self.down_timeout_s = down_timeout_s
         self._outage = Outage(self._root, down_timeout_s, first_delay_s=self.backoff_s)
-        self._max_bytes = int(_number("max_response_bytes", max_response_bytes, least=1, whole=True))
-        self._slots = asyncio.Semaphore(int(_number("max_concurrency", max_concurrency, least=1, whole=True)))
+        self._max_bytes = integer_setting("max_response_bytes", max_response_bytes, least=1)
+        self._slots = asyncio.Semaphore(integer_setting("max_concurrency", max_concurrency, least=1))
         self._stream = bool(stream)
         self._extra = _checked_extra(extra_body)
         if vocabulary is not None:
-            vocabulary = int(_number("vocabulary", vocabulary, least=1, whole=True))
+            vocabulary = integer_setting("vocabulary", vocabulary, least=1)
         self.vocabulary = vocabulary
         if engine is not None and trust_restarts:
             raise InvalidConfig("engine and trust_restarts are both given; give trust_restarts to the control")
@@ -148,8 +148,8 @@ class OpenAIAgentLoop(AgentLoop):
         )
         self._headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"} | authorization(api_key)
         self._api_key = api_key
-        read_s = _positive("read_timeout_s", read_timeout_s)
-        self._timeout = httpx.Timeout(read_s, connect=_positive("connect_timeout_s", connect_timeout_s))
+        read_s = positive_seconds("read_timeout_s", read_timeout_s)
+        self._timeout = httpx.Timeout(read_s, connect=positive_seconds("connect_timeout_s", connect_timeout_s))
         # Jitter keeps processes from coming back in step, so each has a seed of its own. Results do not depend on it.
         self._random = random.Random(f"{socket.gethostname()} {os.getpid()}")
         self._owns_client = client is None
@@ -446,18 +446,3 @@ def _checked_extra(extra_body: Mapping[str, Any] | None) -> dict[str, Any]:
     except (TypeError, ValueError, msgspec.MsgspecError) as error:
         raise InvalidConfig(f"extra_body cannot be written as JSON: {error}") from None
     return dict(extra_body)
-
-
-def _number(name: str, value: float, *, least: float, whole: bool = False) -> float:
-    fits = isinstance(value, int) or (isinstance(value, float) and not whole and math.isfinite(value))
-    if not fits or isinstance(value, bool) or value < least:
-        raise InvalidConfig(
-            f"{name} is {value!r:.80}; expected a {'whole ' if whole else ''}number of at least {least}"
-        )
-    return value
-
-
-def _positive(name: str, value: float) -> float:
-    if not _number(name, value, least=0):
-        raise InvalidConfig(f"{name} is {value!r}; expected a number of seconds above 0")
-    return value

@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable
 
 from forebay.agent_loop.gate import Unreachable
 from forebay.core.aio import RESOLUTION_S
-from forebay.errors import EngineUnavailable, InvalidConfig
+from forebay.core.validate import positive_seconds
+from forebay.errors import EngineUnavailable
 
 __all__ = ["DOWN_TIMEOUT_S", "Outage", "is_outage"]
 
@@ -76,11 +77,8 @@ class Outage:
     def __init__(
         self, name: str, down_timeout_s: float = DOWN_TIMEOUT_S, *, first_delay_s: float = _FIRST_DELAY_S
     ) -> None:
-        valid = isinstance(down_timeout_s, (int, float)) and not isinstance(down_timeout_s, bool)
-        if not valid or not 0 < down_timeout_s < float("inf"):
-            raise InvalidConfig(f"down_timeout_s is {down_timeout_s!r}; expected a positive number of seconds")
         self.name = name
-        self.down_timeout_s = float(down_timeout_s)
+        self.down_timeout_s = positive_seconds("down_timeout_s", down_timeout_s)
         self.first_delay_s = first_delay_s
         self._before_s = 0.0  # seconds of the outages before
         self._since: float | None = None

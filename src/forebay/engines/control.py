@@ -32,7 +32,7 @@ from forebay.agent_loop.gate import EngineGone, Process, ServerGate, Unreachable
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.agent_loop.server import authorization, checked_url, fetch, is_refused
 from forebay.core.aio import Turns, in_thread, see_through
-from forebay.core.validate import whole_number
+from forebay.core.validate import positive_seconds, whole_number
 from forebay.engines.weights import Checksums, Tensor, check_reloadable, check_same_tensors, check_update, read_weights
 from forebay.errors import EngineError, EngineUnavailable, InvalidConfig
 
@@ -103,12 +103,10 @@ class EngineControl(ABC):
         self.url = checked_url(url)
         if self.url.endswith("/v1"):
             raise InvalidConfig(f"url is {url!r:.200}; expected the root of the server, without /v1")
-        for name, value in (("idle_timeout_s", idle_timeout_s), ("load_timeout_s", load_timeout_s)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                raise InvalidConfig(f"{name} is {value!r}; expected a positive number of seconds")
         self.verify = bool(verify)
-        self.idle_timeout_s, self.load_timeout_s = float(idle_timeout_s), float(load_timeout_s)
-        self.down_timeout_s = Outage(self.url, down_timeout_s).down_timeout_s
+        self.idle_timeout_s = positive_seconds("idle_timeout_s", idle_timeout_s)
+        self.load_timeout_s = positive_seconds("load_timeout_s", load_timeout_s)
+        self.down_timeout_s = positive_seconds("down_timeout_s", down_timeout_s)
         self.gate = ServerGate(self.url, self._get, trust_restarts=trust_restarts, controlled=True)
         self._weights = None if weights is None else _absolute(weights)
         self._headers = authorization(api_key)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-from forebay.core.validate import whole_number
+from forebay.core.validate import positive_seconds, whole_number
 from forebay.errors import InvalidConfig
 
-__all__ = ["Budgets", "Timeouts", "backoff_s", "positive_seconds"]
+__all__ = ["Budgets", "Timeouts", "backoff_s"]
 
 WhenExhausted: TypeAlias = Literal["raise", "accept", "skip"]
 
@@ -67,13 +67,6 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.max_consecutive_rejections is not None:
             return self.max_consecutive_rejections
         return 20 * max(1, batch_size)
-
-
-def positive_seconds(name: str, value: Any) -> float:
-    """A positive, finite number of seconds, or InvalidConfig."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise InvalidConfig(f"{name} is {value!r}; expected a positive number of seconds")
-    return float(value)
 
 
 def backoff_s(times: int) -> float:

@@ -25,10 +25,9 @@ from forebay.agent_loop.base import AgentLoop
 from forebay.codec.frame import decode_group, encode_group
 from forebay.core.aio import RESOLUTION_S
 from forebay.core.rollout import RolloutState, Status
-from forebay.core.validate import whole_number
+from forebay.core.validate import integer_setting, positive_seconds
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
 from forebay.produce.inflight import look_at
-from forebay.produce.settings import positive_seconds
 from forebay.ray.loop_actor import Answer, KeptCall, Started
 from forebay.ray.loop_pool import LoopPool, Phase, Slot, ending, engine_error, first_line
 
@@ -69,12 +68,9 @@ class RayAgentLoop(AgentLoop):
     ) -> None:
         if not callable(make_loop) or isinstance(make_loop, AgentLoop):
             raise InvalidConfig(f"make_loop is {make_loop!r:.80}; expected a function that makes an AgentLoop")
-        try:
-            whole_number("actors", actors, least=1)
-            if max_groups_per_actor is not None:
-                whole_number("max_groups_per_actor", max_groups_per_actor, least=1)
-        except InvalidInput as error:
-            raise InvalidConfig(str(error)) from None
+        integer_setting("actors", actors, least=1)
+        if max_groups_per_actor is not None:
+            integer_setting("max_groups_per_actor", max_groups_per_actor, least=1)
         self._cancel_timeout_s = positive_seconds("cancel_timeout_s", cancel_timeout_s)
         self._make_loop = make_loop
         self._numbers = itertools.count(1)
