@@ -194,7 +194,7 @@ def test_only_finished_members_are_rewarded_and_only_whole_groups_judged_togethe
 def test_one_kind_of_reward_is_enough() -> None:
     with pytest.raises(InvalidConfig, match="one of them"):
         Judge(reward_fn=lambda state: 1, group_reward_fn=lambda group: [1])
-    with pytest.raises(InvalidConfig, match="no function"):
+    with pytest.raises(InvalidConfig, match="not a function"):
         Judge(filters=(5,))  # type: ignore[arg-type]
     assert Judge().idle
     assert not Judge(reward_fn=lambda state: 1).idle
