@@ -35,7 +35,7 @@ from forebay import (
     Task,
     Timeouts,
 )
-from forebay.agent_loop.gate import Unreachable
+from forebay.agent_loop.monitor import Unreachable
 from forebay.agent_loop.openai import OpenAIAgentLoop
 from forebay.agent_loop.server import until_idle
 from forebay.engines import EngineControl, SGLangControl, VLLMControl
@@ -244,7 +244,7 @@ async def test_g13_an_update_that_is_not_whole_is_an_error_and_no_token_counts_u
         assert (await closed_ledger(buffer)).get("in_flight", 0) == 0
         received = len(server.received)
         await manager.continue_produce(1)  # against all advice
-        with pytest.raises(EngineRestarted, match=r"not known to have the weights of step .* failed"):
+        with pytest.raises(EngineRestarted, match=r"may not have the weights of step .* failed"):
             await producing
         assert len(server.received) == received
         await manager.pause_produce()
@@ -260,9 +260,9 @@ async def test_g13_an_update_that_is_not_whole_is_an_error_and_no_token_counts_u
 @pytest.mark.parametrize(
     ("names", "shape", "words"),
     [
-        (TENSORS[1:], (2, 3), "1 tensors are missing, the first is 'model.embed_tokens.weight'"),
+        (TENSORS[1:], (2, 3), "1 tensors are missing .the first: 'model.embed_tokens.weight'"),
         ((*TENSORS, "model.layers.7.mlp.up_proj.weight"), (2, 3), "1 tensors are new"),
-        (TENSORS, (3, 2), "8 tensors have another shape"),
+        (TENSORS, (3, 2), "8 tensors have a different shape"),
     ],
 )
 async def test_weights_that_would_break_a_server_are_refused_before_it_is_touched(
@@ -292,7 +292,7 @@ async def test_a_server_that_gave_its_tensors_away_cannot_be_updated(weights: Ca
     """vLLM on a CPU without the worker extension: it would take half of every update, and say that it took it."""
     async with EngineServer(started_with=weights(0), kind="vllm") as server:
         server.weights["model.layers.0.mlp.down_proj.weight"] = b""
-        with pytest.raises(EngineError, match="cannot take new weights whole: it repacked 1 of 5 tensors"):
+        with pytest.raises(EngineError, match="cannot load new weights completely: it repacked 1 of 5 tensors"):
             await VLLMControl(server.root).update_weights(weights(1), model_step=1)
         assert (server.loads, server.paused) == (0, False)
 
@@ -452,7 +452,7 @@ async def test_g13_a_server_that_does_not_say_who_it_is_is_not_believed_after_a_
 async def test_a_server_that_cannot_be_reached_cannot_be_said_to_have_weights(server: EngineServer) -> None:
     await server.__aexit__(None, None, None)
     async with loop_of(server) as loop:
-        with pytest.raises(EngineError, match="said to have the weights of step 3, but cannot be reached"):
+        with pytest.raises(EngineError, match="step 3 was reported as loaded, but the server is unreachable"):
             await loop.weights_loaded(3)
     await server.__aenter__()
 
@@ -463,7 +463,7 @@ async def test_g13_a_new_run_takes_no_token_of_the_weights_of_an_earlier_run(
 ) -> None:
     await CONTROLS[server.kind](server.root).update_weights(weights(3), model_step=3)  # by the earlier run
     async with loop_of(server, engine=control if controlled else None) as loop, plane(loop) as (manager, _):
-        with pytest.raises(EngineRestarted, match=r"reports version 3, but step 0 was asked for.*update_weights"):
+        with pytest.raises(EngineRestarted, match=r"reports version 3, but step 0 is needed.*update_weights"):
             await manager.produce_loop(2)
         assert not server.received
         if controlled:
@@ -492,7 +492,7 @@ async def test_g13_a_server_that_was_away_at_step_0_is_asked_for_its_version_whe
         await loop.weights_loaded(0)
         server.started_with, server.started_version = weights(3), "3"
         await server.start_again()
-        with pytest.raises(EngineRestarted, match="reports version 3, but step 0 was asked for"):
+        with pytest.raises(EngineRestarted, match="reports version 3, but step 0 is needed"):
             await loop.generate_group([sample(0)])
 
 
@@ -648,7 +648,7 @@ async def test_ids_outside_the_vocabulary_never_reach_a_server(server: EngineSer
     async with loop_of(server, vocabulary=544) as loop:
         bad, good = await loop.generate_group([sample(0, prompt_ids=[1, token]), sample(1, prompt_ids=[0, 543])])
     assert (bad.status, good.status) == (Status.FAILED, Status.COMPLETED)
-    assert f"hold {token}; expected ids from 0 to 543" in str(bad.error_msg)
+    assert f"include {token}; expected ids from 0 to 543" in str(bad.error_msg)
     assert [request.body["prompt"] for request in server.received] == [[0, 543]]
 
 
@@ -733,9 +733,9 @@ NEW = {name: digest + "!" for name, digest in OLD.items()}
     ("before", "after", "words"),
     [
         ({"tp0": OLD, "tp1": OLD}, {"tp0": NEW, "tp1": OLD}, "rank 'tp1' took none"),
-        ({"tp0": OLD, "tp1": OLD}, {"tp0": NEW, "tp1": {**NEW, "model.norm.weight": "c"}}, "ranks had one"),
+        ({"tp0": OLD, "tp1": OLD}, {"tp0": NEW, "tp1": {**NEW, "model.norm.weight": "c"}}, "ranks had the same"),
         ({"tp0": OLD}, {"tp0": {**NEW, "model.norm.weight": "a"}}, "1 of 2 tensors did not change"),
-        ({"tp0": {"other": "x"}}, {"tp0": {"other": "y"}}, "names its tensors otherwise"),
+        ({"tp0": {"other": "x"}}, {"tp0": {"other": "y"}}, "names its tensors differently"),
     ],
 )
 def test_an_update_that_some_ranks_did_not_take_is_not_whole(before: Any, after: Any, words: str) -> None:
@@ -753,7 +753,7 @@ async def test_a_server_with_a_control_has_the_weights_that_its_control_loaded(
     await control.update_weights(weights(7), model_step=7)
     async with loop_of(server, engine=control) as loop:
         await loop.weights_loaded(7)
-        with pytest.raises(EngineError, match="loaded with the weights of step 7 by its control"):
+        with pytest.raises(EngineError, match="loaded the weights of step 7, but step 8 was reported"):
             await loop.weights_loaded(8)
 
 

@@ -213,7 +213,7 @@ async def test_without_prompt_ids_it_asks_for_a_tokenize(loop: OpenAIAgentLoop, 
 async def test_what_cannot_be_sent_is_refused_and_not_dropped(loop: OpenAIAgentLoop) -> None:
     with pytest.raises(InvalidInput, match=r"mm_info \(image\)"):
         await answered(loop, sample(mm_info={"image": b"..."}))
-    with pytest.raises(InvalidInput, match="prompt_ids of rollout 0 of group 0 holds what is no token id"):
+    with pytest.raises(InvalidInput, match="prompt_ids of rollout 0 of group 0 has an item that is not an integer"):
         await answered(loop, sample(prompt_ids=[1.5]))
 
 
@@ -321,7 +321,7 @@ async def test_a_text_without_its_beginning_is_not_made_up(loop: OpenAIAgentLoop
     "columns", [{"logprobs": None}, {"logprobs": [-1.0]}, {"response_mask": [1]}, {"logprobs": np.zeros(4)}]
 )
 async def test_what_is_misaligned_already_cannot_be_continued(loop: OpenAIAgentLoop, columns: Any) -> None:
-    with pytest.raises(InvalidInput, match=r"comes with 3 response_ids and [014] entries in"):
+    with pytest.raises(InvalidInput, match=r"has 3 response_ids but [014] entries in"):
         await answered(loop, begun(3, **columns), partial=True)
 
 
@@ -537,7 +537,7 @@ async def test_a_server_that_stays_away_ends_producing_and_spends_no_try(server:
     server.usual = Script(status=503, body=b"no engine")
     async with loop_for(server, down_timeout_s=0.05) as loop:
         group = [sample(member) for member in range(2)]
-        with pytest.raises(EngineUnavailable, match=r"could not be reached for .* status 503: no engine"):
+        with pytest.raises(EngineUnavailable, match=r"was unreachable for .* status 503: no engine"):
             await loop.generate_group(group)
     assert [(state.status, state.num_tries) for state in group] == [(Status.ABORTED, 0)] * 2
 
@@ -577,7 +577,7 @@ async def test_giving_up_says_where_how_often_and_why(server: CompletionServer) 
         with pytest.raises(EngineError) as caught:
             await answered(loop, sample())
     assert str(caught.value) == (
-        f"{server.url}/completions: given up after 3 failed attempts in a row; the last one: status 500: no engine"
+        f"{server.url}/completions: gave up after 3 failed attempts in a row; the last one: status 500: no engine"
     )
     assert len(server.received) == 3
 
@@ -634,7 +634,7 @@ async def test_a_retry_after_of_another_kind_is_passed_over(server: CompletionSe
 async def test_a_server_that_does_not_say_goodbye_is_not_waited_for(
     server: CompletionServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.agent_loop.openai._FAREWELL_S", 0.01)
+    monkeypatch.setattr("forebay.agent_loop.openai._DRAIN_S", 0.01)
     server.scripts.append(Script(hold_end=True))
     async with loop_for(server) as loop:
         assert holds(await answered(loop, sample()), ANSWER)
@@ -657,19 +657,19 @@ _LASTING = {
         body=b'data: {"choices": [{"text": "a", "token_ids": []}]}\n\n',
         headers=(("Content-Type", "text/event-stream"),),
     ),
-    "1 token ids with 0 logprobs in one chunk; the server must give one for each token": Script(logprobs=-1),
+    "1 token ids with 0 logprobs in one chunk; the server must send one logprob for each token": Script(logprobs=-1),
     "1 token ids with 0 logprobs": Script(logprobs=None),
     "1 token ids with 2 logprobs": Script(logprobs=1),
     "1 token ids with 0 logprobs in": Script(null_logprobs=True),
     "5 token ids with 4 logprobs": Script(logprobs=-1, tokens_per_chunk=5),
     "more tokens than max_tokens": Script(extra_tokens=1),
     "error 400 in the answer: the engine stumbled": Script(report_after=0, report_code=400),
-    "another shape": Script(plain=True, body=b'{"choices": "many"}'),
-    "another shape than completions have": Script(plain=True, body=b"[1, 2]"),
+    "the answer is not a completion": Script(plain=True, body=b'{"choices": "many"}'),
+    "not a completion: Expected `object`": Script(plain=True, body=b"[1, 2]"),
     "Expected `int` >= 0 - at `$.choices[0].token_ids[0]`": Script(
         plain=True, body=b'{"choices": [{"token_ids": [-1]}]}'
     ),
-    "a compressed answer": Script(body=b"\x1f\x8b", headers=(("Content-Encoding", "gzip"),)),
+    "the answer is compressed": Script(body=b"\x1f\x8b", headers=(("Content-Encoding", "gzip"),)),
 }
 
 
@@ -715,7 +715,7 @@ async def test_a_closed_loop_says_so(server: CompletionServer) -> None:
     loop = loop_for(server)
     await loop.close()
     await loop.close()
-    with pytest.raises(EngineError, match="closed; build a new one"):
+    with pytest.raises(EngineError, match="closed; create a new one"):
         await answered(loop, sample())
 
 
@@ -873,7 +873,7 @@ def test_a_line_may_be_as_long_as_the_limit_and_no_longer() -> None:
     for kept, more in ((b"", b"data: abc\n"), (b"", b"data: abc"), (b"data", b": abc"), (b"data", b": abc\n")):
         reader = EventReader(max_bytes=8)
         reader.feed(kept)
-        with pytest.raises(WrongAnswer, match="over 8 bytes"):
+        with pytest.raises(WrongAnswer, match="longer than 8 bytes"):
             reader.feed(more)
 
 
