@@ -27,6 +27,7 @@ from forebay import (
     InvalidConfig,
     InvalidInput,
     NoProgress,
+    OpenAIAgentLoop,
     ReplayBuffer,
     RolloutState,
     SampleParams,
@@ -36,7 +37,6 @@ from forebay import (
     Timeouts,
 )
 from forebay.agent_loop.monitor import Unreachable
-from forebay.agent_loop.openai import OpenAIAgentLoop
 from forebay.agent_loop.server import until_idle
 from forebay.engines import EngineControl, SGLangControl, VLLMControl
 from forebay.engines.weights import Tensor, check_update

@@ -13,9 +13,9 @@ import httpx
 import numpy as np
 import pytest
 
-from forebay import RolloutState, SampleParams, Status
+from forebay import OpenAIAgentLoop, RolloutState, SampleParams, Status
 from forebay.agent_loop.completion import EventReader, Interrupted, WrongAnswer, read_piece
-from forebay.agent_loop.openai import OpenAIAgentLoop, _delay_s
+from forebay.agent_loop.openai import _delay_s
 from forebay.errors import EngineError, EngineUnavailable, InvalidConfig, InvalidInput
 from tests.openai_server import CompletionServer, Script, answer_to, logprob_of, text_of
 from tests.processes import HANG_S

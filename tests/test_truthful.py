@@ -16,6 +16,7 @@ from forebay import (
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
     NoProgress,
+    OpenAIAgentLoop,
     ReplayBuffer,
     RolloutState,
     SampleParams,
@@ -25,7 +26,6 @@ from forebay import (
     Task,
     Timeouts,
 )
-from forebay.agent_loop.openai import OpenAIAgentLoop
 from forebay.core.rollout import versioned_tokens
 from forebay.testing import simulate
 from tests.openai_server import CompletionServer
