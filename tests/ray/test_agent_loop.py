@@ -32,8 +32,8 @@ from forebay import (
     UnsupportedPayload,
     WrongEventLoop,
 )
-from forebay.ray.agent_loop import RayAgentLoop
-from forebay.ray.loop_pool import Phase
+from forebay.ray import RayAgentLoop
+from forebay.ray.loops.pool import Phase
 from forebay.testing.simulate.driver import check_nothing_lost
 from tests.processes import HANG_S, finished
 from tests.ray.conftest import LocalCluster
@@ -80,7 +80,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def until_up(loop: RayAgentLoop) -> None:
-    await until(lambda: all(slot.phase is Phase.UP for slot in loop._pool.slots))
+    await until(lambda: all(actor.phase is Phase.UP for actor in loop._pool.actors))
 
 
 async def under_way(loop: RayAgentLoop, groups: int, do: str = "hang") -> list[asyncio.Task[list[RolloutState]]]:
@@ -272,7 +272,7 @@ async def test_a_member_that_cannot_be_sent_back_costs_none_of_its_siblings(shar
         group = [*group_of(2), *group_of(3, do)[2:]]
         await shared.generate_group(group)
         assert statuses(group) == [Status.COMPLETED, Status.COMPLETED, Status.FAILED]
-        assert "what the agent loop returned cannot be sent" in (group[2].error_msg or "")
+        assert "the agent loop returned a sample that cannot be sent" in (group[2].error_msg or "")
 
 
 async def test_a_group_that_cannot_be_sent_is_an_error_and_takes_no_place(shared: RayAgentLoop) -> None:
@@ -384,7 +384,7 @@ async def test_an_idle_actor_that_dies_costs_no_group(cluster: LocalCluster) -> 
     async with pool_of(2) as loop:
         pids = await loop.call_all("pid")
         os.kill(pids[0], signal.SIGKILL)
-        await until(lambda: loop._pool.slots[0].phase is not Phase.UP)
+        await until(lambda: loop._pool.actors[0].phase is not Phase.UP)
         for _ in range(3):
             assert statuses(await loop.generate_group(group_of())) == [Status.COMPLETED] * 2
 
@@ -394,7 +394,7 @@ async def test_an_actor_that_is_restarted_in_a_pause_comes_up_paused(cluster: Lo
         (pid,) = await loop.call_all("pid")
         await loop.pause()
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: loop._pool.slots[0].phase is not Phase.UP)
+        await until(lambda: loop._pool.actors[0].phase is not Phase.UP)
         assert statuses(await loop.generate_group(group_of())) == [Status.ABORTED] * 2
         await until_up(loop)
         assert await loop.call_all("is_paused") == [True]
@@ -407,7 +407,7 @@ async def test_a_word_that_was_said_while_an_actor_was_down_is_told_when_it_is_u
     async with pool_of(1) as loop:
         (pid,) = await loop.call_all("pid")
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: loop._pool.slots[0].phase is not Phase.UP)
+        await until(lambda: loop._pool.actors[0].phase is not Phase.UP)
         await loop.pause()
         assert await loop.call_all("load", 5, keep=True) == []
         await until_up(loop)
@@ -421,7 +421,7 @@ async def test_when_all_are_down_groups_wait_for_the_first_that_is_back(cluster:
     async with pool_of(2) as loop:
         for pid in await loop.call_all("pid"):
             os.kill(pid, signal.SIGKILL)
-        await until(lambda: not any(slot.phase is Phase.UP for slot in loop._pool.slots))
+        await until(lambda: not any(actor.phase is Phase.UP for actor in loop._pool.actors))
         assert statuses(await loop.generate_group(group_of())) == [Status.COMPLETED] * 2
 
 
@@ -447,11 +447,11 @@ async def test_a_group_that_kills_every_actor_is_an_error_in_the_end(cluster: Lo
 async def test_actors_that_will_not_come_back_are_an_error_and_not_a_wait(cluster: LocalCluster) -> None:
     async with pool_of(2) as loop:
         running = await under_way(loop, 2)
-        ray.kill(loop._pool.slots[0].handle)
+        ray.kill(loop._pool.actors[0].handle)
         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-        await until(lambda: loop._pool.slots[0].phase is Phase.DEAD)
+        await until(lambda: loop._pool.actors[0].phase is Phase.DEAD)
         assert statuses(await loop.generate_group(group_of())) == [Status.COMPLETED] * 2
-        ray.kill(loop._pool.slots[1].handle)
+        ray.kill(loop._pool.actors[1].handle)
         assert [statuses(group) for group in await asyncio.gather(*running)] == [[Status.ABORTED] * 2] * 2
         with pytest.raises(EngineError, match=r"none of the 2 actors .* Ray will not restart it"):
             await loop.generate_group(group_of())
@@ -519,7 +519,7 @@ async def test_a_method_is_called_on_every_actor(cluster: LocalCluster) -> None:
             await loop.call_all("nothing")
         with pytest.raises(EngineError, match="raised Unspeakable: unspeakable"):
             await loop.call_all("unspeakable")
-        with pytest.raises(EngineError, match="could not do it"):
+        with pytest.raises(EngineError, match="the call to actor 0 failed"):
             await loop.call_all("unpicklable")
         with pytest.raises(InvalidInput, match="expected its name"):
             await loop.call_all("")
@@ -576,7 +576,7 @@ def test_wrong_arguments_are_refused(cluster: LocalCluster, arguments: dict[str,
 def test_without_a_cluster_it_is_refused() -> None:
     program = """
 from forebay.errors import NoCluster
-from forebay.ray.agent_loop import RayAgentLoop
+from forebay.ray import RayAgentLoop
 from tests.ray.loops import Scripted
 try:
     RayAgentLoop(Scripted, actors=1)
@@ -621,7 +621,7 @@ async def test_it_takes_weights_as_the_loop_that_is_made_does(cluster: LocalClus
 
 
 async def test_it_cannot_be_sent_elsewhere(shared: RayAgentLoop) -> None:
-    with pytest.raises(InvalidInput, match="make one there"):
+    with pytest.raises(InvalidInput, match="create one there"):
         pickle.dumps(shared)
 
 
@@ -698,7 +698,7 @@ async def test_a_pool_may_be_dropped_on_any_thread_of_rays(cluster: LocalCluster
         holder.clear()
         dropping.call_soon_threadsafe(dropped.set_result, None)
 
-    never = loop._pool.slots[0].handle.watch.remote(0)
+    never = loop._pool.actors[0].handle.watch.remote(0)
     del loop
     never.future().add_done_callback(drop)  # called by Ray, on a thread of its own
     await asyncio.wait_for(dropped, HANG_S)

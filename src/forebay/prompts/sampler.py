@@ -41,7 +41,15 @@ from forebay.errors import (
     UnsupportedPayload,
     WaitTimeout,
 )
-from forebay.prompts.records import Tokenize, ToRolloutState, as_answer, build_prompt, independent, without_response
+from forebay.prompts.records import (
+    Tokenize,
+    ToRolloutState,
+    as_answer,
+    build_prompt,
+    independent,
+    mark_aborted,
+    without_response,
+)
 from forebay.prompts.sources import LoaderSource, Source, open_source
 
 __all__ = ["RETRYABLE", "Sampler", "SamplerWithReplayBuffer", "check_sampler"]
@@ -531,9 +539,7 @@ async def give_back(replay_buffer: ReplayBuffer, groups: Sequence[list[RolloutSt
     """Return groups in flight to the buffer, as ABORTED with what they have. Nothing happens to those not held."""
     failed: ForebayError | None = None
     for group in groups:
-        for state in group:
-            if state.status is not Status.COMPLETED:
-                state.status = Status.ABORTED
+        mark_aborted(group)
         try:
             await replay_buffer.put(group, task_name)
         except (LostLease, BufferClosed) as gone:
