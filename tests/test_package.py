@@ -1,4 +1,4 @@
-"""The package as a whole: light to import, complete in what it exports, right in its examples."""
+"""The package as a whole: light to import, all public names exported, all examples correct."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_unknown_name_of_a_package_is_an_attribute_error(package: ModuleType)
         _ = package.Nothing
 
 
-def test_without_ray_its_part_says_what_to_install() -> None:
+def test_forebay_ray_without_ray_says_what_to_install() -> None:
     program = "import sys; sys.modules['ray'] = None; import forebay.ray"
     done = finished("-c", program)
     assert "ModuleNotFoundError: forebay.ray needs Ray: pip install 'forebay[ray]'" in done.stderr
@@ -102,18 +102,18 @@ def test_the_errors_module_lists_every_error_that_it_defines() -> None:
     assert all(issubclass(getattr(errors, name), errors.ForebayError) for name in defined)
 
 
-def test_the_tree_of_errors_is_drawn_as_it_is() -> None:
+def test_the_drawing_of_the_error_tree_is_complete() -> None:
     drawing = (errors.__doc__ or "").splitlines()
     drawn = {line.lstrip(" │├└─").split(" ")[0] for line in drawing if "──" in line or line == "    ForebayError"}
     assert drawn == set(errors.__all__)
 
 
-def test_the_version_is_that_of_the_project() -> None:
+def test_the_version_equals_that_of_the_project() -> None:
     project = Path(__file__).parent.parent / "pyproject.toml"
     assert forebay.__version__ == tomllib.loads(project.read_text())["project"]["version"]
 
 
-def test_the_walk_over_the_modules_finds_them() -> None:
+def test_the_list_of_modules_is_not_empty() -> None:
     assert {"forebay.buffer.buffer", "forebay.core.query", "forebay.storage.local.sorted_keys"} <= set(_MODULES)
 
 
