@@ -13,7 +13,7 @@ from typing import TypeVar
 from numpy import integer, ndarray
 
 from forebay.core.rollout import COLUMNS, FIELDS, RolloutState, Status, columns_of, versioned_tokens
-from forebay.errors import InvalidGroup, InvalidInput
+from forebay.errors import InvalidConfig, InvalidGroup, InvalidInput
 
 __all__ = [
     "RESERVED_NAMES",
@@ -26,6 +26,8 @@ __all__ = [
     "checked_statuses",
     "checked_task",
     "checked_wants",
+    "integer_setting",
+    "positive_seconds",
     "whole_number",
 ]
 
@@ -289,3 +291,20 @@ def batch_name(wants: Mapping[str, int], status: Status) -> str:
     """The name of a batch in explanations."""
     parts = [f"{n} of task {task_name!r}" for task_name, n in wants.items() if n > 0]
     return f"{status} groups: {', '.join(parts) or 'none'}"
+
+
+def integer_setting(name: str, value: object, *, least: int) -> int:
+    """A setting as an int, or InvalidConfig that names it."""
+    try:
+        return whole_number(name, value, least=least)
+    except InvalidInput as error:
+        raise InvalidConfig(str(error)) from None
+
+
+def positive_seconds(name: str, value: object, *, or_zero: bool = False) -> float:
+    """A setting as a positive, finite number of seconds (`or_zero`: zero is allowed), or InvalidConfig."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 <= value < float("inf") or (value == 0 and not or_zero):  # type: ignore[operator]
+        expected = "a number of seconds, 0 or more" if or_zero else "a positive number of seconds"
+        raise InvalidConfig(f"{name} is {value!r:.80}; expected {expected}")
+    return float(value)  # type: ignore[arg-type]

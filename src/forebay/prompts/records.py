@@ -8,7 +8,7 @@ refused with its index. This module reads no data set: see `sources`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
@@ -30,7 +30,16 @@ from forebay.core.rollout import (
 from forebay.core.validate import check_group
 from forebay.errors import InvalidGroup, InvalidInput, InvalidRecord
 
-__all__ = ["ToRolloutState", "Tokenize", "as_answer", "build_prompt", "independent", "start_again", "without_response"]
+__all__ = [
+    "ToRolloutState",
+    "Tokenize",
+    "as_answer",
+    "build_prompt",
+    "independent",
+    "mark_aborted",
+    "start_again",
+    "without_response",
+]
 
 ToRolloutState: TypeAlias = Callable[[Any], "RolloutState | Mapping[str, Any]"]
 Tokenize: TypeAlias = Callable[[RolloutState], TokenColumn]
@@ -178,6 +187,14 @@ def start_again(state: RolloutState) -> None:
     fresh.issued = state.issued
     for name in state.__struct_fields__:
         setattr(state, name, getattr(fresh, name))
+
+
+def mark_aborted(group: Iterable[RolloutState], reason: str | None = None) -> None:
+    """Mark the members that are not COMPLETED as ABORTED, so that they are generated again from what they have."""
+    for state in group:
+        if state.status is not Status.COMPLETED:
+            state.status = Status.ABORTED
+            state.error_msg = reason or state.error_msg
 
 
 def _copy(value: Any) -> Any:

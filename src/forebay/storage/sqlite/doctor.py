@@ -23,6 +23,7 @@ from forebay.core.report import Finding, Level, Progress, Steps, first_of, size_
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput, StorageError, UnreadableData
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.lock import ProcessLock, check_file_system, file_system_of, holder_of
+from forebay.storage.sqlite.transaction import Transaction
 
 __all__ = [
     "connected",
