@@ -98,7 +98,7 @@ async def run(steps: int, seed: int) -> None:
     buffer = AsyncReplayBufferConfig(max_groups=48).build()
     engine = Engine(seed)
     for task in BATCH:
-        buffer.set_limits(task, stale_threshold=2 * SYNC_EVERY)
+        await buffer.set_limits(task, stale_threshold=2 * SYNC_EVERY)
     producers = [asyncio.create_task(produce(buffer, engine, task)) for task in ("math", "math", "math", "code") * 4]
     try:
         await train(buffer, engine, steps, random.Random(seed))

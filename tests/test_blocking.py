@@ -53,7 +53,7 @@ def test_it_has_every_verb_with_the_same_arguments() -> None:
 
 
 def test_every_verb_works(buffer: blocking.ReplayBuffer) -> None:
-    buffer.set_limits("math", stale_threshold=9)
+    await buffer.set_limits("math", stale_threshold=9)
     uid = buffer.put(make_group(score=1.0), "math", model_step=0)
     assert uid is not None
     buffer.put_many([make_group(), make_group(status=Status.ABORTED)], "math", model_step=1)

@@ -60,7 +60,7 @@ async def test_put_judges_by_the_current_train_step_and_expires_members() -> Non
 
 async def test_limits_are_kept_and_overridden_by_a_call() -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", stale_threshold=1)
+    await buffer.set_limits("math", stale_threshold=1)
     await buffer.put(make_group(), "math", model_step=0, current_train_step=3)
     assert await buffer.count("math", Status.EXPIRED) == 1
     await buffer.put(make_group(), "math", model_step=0, current_train_step=3, stale_threshold=3)
@@ -80,7 +80,7 @@ async def test_a_threshold_that_came_with_a_put_binds_later_leases() -> None:
 @pytest.mark.parametrize("arrays", [False, True])
 async def test_a_lease_masks_stale_tokens_and_keeps_the_stored_mask(arrays: bool) -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", token_stale_threshold=4)
+    await buffer.set_limits("math", token_stale_threshold=4)
     group = make_group(1, tokens=2)
     group[0].version_spans = ((0, 1), (4, 1))
     if arrays:
@@ -121,7 +121,7 @@ async def test_refresh_counts_only_what_newly_expired() -> None:
 
 async def test_g01_tokens_that_are_too_old_on_arrival_are_in_the_token_ledger() -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", stale_threshold=1)
+    await buffer.set_limits("math", stale_threshold=1)
     group = await Sampler([{"prompt": "q"}]).with_buffer(buffer).sample("math")
     group[0].response_ids, group[0].status = [1] * 10, Status.COMPLETED
     await buffer.put(group, "math", model_step=0, current_train_step=5)
@@ -432,7 +432,7 @@ async def test_a_failed_group_with_a_strange_error_message_leaves_the_ledger_clo
 
 async def test_what_is_stale_on_arrival_needs_no_room() -> None:
     buffer = ReplayBuffer(max_groups=1)
-    buffer.set_limits("math", stale_threshold=1, retryable=False)
+    await buffer.set_limits("math", stale_threshold=1, retryable=False)
     await buffer.put(make_group(), "math", model_step=8)
     await buffer.put_many([make_group(), make_group()], "math", model_step=0, current_train_step=9)
     assert await closed_ledger(buffer) == {"issued": 3, "buffered": 1, "discarded": 2}

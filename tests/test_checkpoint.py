@@ -42,7 +42,7 @@ STORAGES: dict[str, MakeStorage] = {
 async def busy(storage: Storage) -> ReplayBuffer:
     """A buffer with something at every place: group ids 0, 1 drawn (1 came back), 10 to 15 by hand."""
     buffer = ReplayBuffer(StalenessReplayPolicy(), storage)
-    buffer.set_limits("math", stale_threshold=7)
+    await buffer.set_limits("math", stale_threshold=7)
     drawn = await draw(buffer, 2)
     for state in drawn[1]:
         state.status, state.response_ids = Status.COMPLETED, np.arange(4)
@@ -101,7 +101,7 @@ async def test_a_lease_that_is_in_the_weights_is_saved_as_trained_and_a_later_on
 
 async def test_limits_and_the_staleness_bound_survive(tmp_path: Path) -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", stale_threshold=2)
+    await buffer.set_limits("math", stale_threshold=2)
     await buffer.put(make_group(), "math", model_step=0)
     await buffer.save(tmp_path / "checkpoint", model_step=0)
     other = ReplayBuffer()
@@ -139,7 +139,7 @@ async def test_a_durable_store_is_rewound_to_the_weights(tmp_path: Path) -> None
 
 async def test_what_is_too_old_by_now_is_reset_when_it_comes_back(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db"))
-    buffer.set_limits("math", stale_threshold=2)
+    await buffer.set_limits("math", stale_threshold=2)
     await buffer.put_many([make_group(group_id=1), make_group(group_id=2)], "math", model_step=0)
     await buffer.save(tmp_path / "checkpoint", model_step=1)
     for _ in range(2):
@@ -147,7 +147,7 @@ async def test_what_is_too_old_by_now_is_reset_when_it_comes_back(tmp_path: Path
             pass
     await buffer.resume(tmp_path / "checkpoint")
     assert len(await buffer.get(1, "math", Status.COMPLETED)) == 1, "fresh for the step that is next"
-    buffer.set_limits("math", stale_threshold=1)
+    await buffer.set_limits("math", stale_threshold=1)
     assert await buffer.get(1, "math", Status.COMPLETED) == []
     assert await buffer.count("math", Status.EXPIRED) == 1
     await buffer.close()

@@ -42,7 +42,7 @@ def shell(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 async def fill(buffer: ReplayBuffer, directory: Path | None = None) -> None:
     """Six groups of `math`, one of them trained, and one of `code`."""
-    buffer.set_limits("math", stale_threshold=7)
+    await buffer.set_limits("math", stale_threshold=7)
     for number in range(6):
         group = make_group(group_id=number, score=0.5)
         for state in group:
@@ -254,7 +254,7 @@ def test_a_sqlite_with_the_fault_is_a_warning_and_one_too_old_an_error() -> None
 def test_a_network_file_system_is_a_warning_here_and_an_error_for_a_store(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.storage.sqlite.place.file_system_of", lambda path: "nfs4")
+    monkeypatch.setattr("forebay.storage.sqlite.lock.file_system_of", lambda path: "nfs4")
     here: Finding = examine_installation(store.parent)[-1]
     assert (here.name, here.level) == ("file system", Level.WARNING)
     assert examine_store(store)[0].level is Level.ERROR

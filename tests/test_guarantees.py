@@ -16,7 +16,7 @@ from tests.support import closed_ledger, draw, turns
 
 async def test_g01_the_ledger_is_closed_while_everything_happens_at_once() -> None:
     buffer = ReplayBuffer(max_groups=16)
-    buffer.set_limits("math", stale_threshold=3)
+    await buffer.set_limits("math", stale_threshold=3)
     checked = 0
 
     async def produce() -> None:
@@ -138,7 +138,7 @@ def test_g06_nothing_at_or_over_its_threshold_is_handed_out(
 ) -> None:
     async def run() -> None:
         buffer = ReplayBuffer(StalenessReplayPolicy() if oldest_first else None)
-        buffer.set_limits("math", stale_threshold=threshold)
+        await buffer.set_limits("math", stale_threshold=threshold)
         for step in steps:
             await buffer.put(make_group(1), "math", model_step=step)
         for train_step in asked:
@@ -159,7 +159,7 @@ def test_g06_nothing_at_or_over_its_threshold_is_handed_out(
 
 async def test_g06_holds_across_a_restart() -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", stale_threshold=2)
+    await buffer.set_limits("math", stale_threshold=2)
     await buffer.put(make_group(group_id=1), "math", model_step=0)
     await buffer.put(make_group(group_id=2), "math", model_step=5)
     await buffer.refresh_staleness(task_stale_thresholds={"math": None}, current_train_step=6)

@@ -249,7 +249,7 @@ async def test_g13_what_a_trainer_gets_is_what_the_loop_left(storage: str) -> No
 
 async def test_g13_expiry_returns_to_the_prompt_as_issued(storage: str) -> None:
     buffer = AsyncReplayBufferConfig(storage=storage).build()
-    buffer.set_limits(TASK, stale_threshold=1)
+    await buffer.set_limits(TASK, stale_threshold=1)
     fields, sampler = await issued_and_answered(buffer)
     assert await buffer.refresh_staleness(task_stale_thresholds={TASK: 1}, current_train_step=5) == {TASK: 2}
     again = await drawn_again(buffer, sampler)
@@ -260,7 +260,7 @@ async def test_g13_expiry_returns_to_the_prompt_as_issued(storage: str) -> None:
 
 async def test_g13_what_is_too_old_on_arrival_returns_to_the_prompt_as_issued(storage: str) -> None:
     buffer = AsyncReplayBufferConfig(storage=storage).build()
-    buffer.set_limits(TASK, stale_threshold=1)
+    await buffer.set_limits(TASK, stale_threshold=1)
     bound = Sampler(RECORDS, prompt_repeat_k=2, shuffle=False).with_buffer(buffer)
     group = await bound.sample(TASK)
     fields = [copy.deepcopy(issued_fields(state)) for state in group]

@@ -869,7 +869,7 @@ async def test_a_sampler_whose_own_sample_nobody_would_call_is_refused() -> None
 async def test_the_limits_of_a_task_hold_before_it_has_produced_anything() -> None:
     """They were set at the first production: what was handed out before that was as old as an earlier run allowed."""
     buffer = ReplayBuffer()
-    buffer.set_limits("math", stale_threshold=9)
+    await buffer.set_limits("math", stale_threshold=9)
     await buffer.put(make_group(model_step=0), "math", model_step=0)
     colocated(buffer=buffer)
     assert await buffer.try_lease({"math": 1}, train_step=4) is None

@@ -435,7 +435,7 @@ async def test_values_of_groups_that_end_as_they_come_are_not_asked_for(room: Cl
             for state in group:
                 state.status, state.routed_experts = status, Ticket(99)
         await buffer.put_many(drawn, "math")
-        buffer.set_limits("math", stale_threshold=1, retryable=False)
+        await buffer.set_limits("math", stale_threshold=1, retryable=False)
         await buffer.put(picture_group(Ticket(99)), "math", model_step=0, current_train_step=9)
         assert room.gets == 0
         assert await closed_ledger(buffer) == {"issued": 3, "filtered": 1, "failed": 1, "discarded": 1}
@@ -445,7 +445,7 @@ async def test_values_of_groups_that_end_as_they_come_are_not_asked_for(room: Cl
 async def test_expiring_a_stored_group_keeps_its_references(room: Cloakroom, tmp_path: Path) -> None:
     async with ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db")) as buffer:
         await buffer.put(picture_group(room.put(IMAGE), model_step=0), "math")
-        buffer.set_limits("math", stale_threshold=2)
+        await buffer.set_limits("math", stale_threshold=2)
         assert await buffer.refresh_staleness(task_stale_thresholds={"math": 2}, current_train_step=9) == {"math": 1}
         assert room.puts == 1  # it was only written again
         (group,) = await buffer.redraw(1, "math")

@@ -54,8 +54,8 @@ class Soak:
 
     def __init__(self) -> None:
         self.buffer = ReplayBuffer(max_groups=MAX_GROUPS)
-        self.buffer.set_limits("math", stale_threshold=STALE_THRESHOLD, retryable=False)
-        self.buffer.set_limits("code", stale_threshold=STALE_THRESHOLD)
+        await self.buffer.set_limits("math", stale_threshold=STALE_THRESHOLD, retryable=False)
+        await self.buffer.set_limits("code", stale_threshold=STALE_THRESHOLD)
         self.train_steps = dict.fromkeys(TASKS, 1)
         self.put = 0
         self.done: Counter[str] = Counter()

@@ -44,7 +44,7 @@ async def test_g05_cancels_and_closes_at_any_moment_leave_no_hold_without_a_hold
     storage = suspending(seed)
     buffers = [ReplayBuffer(storage=storage, max_groups=40) for _ in range(2)]
     for buffer in buffers:
-        buffer.set_limits("math", stale_threshold=3)
+        await buffer.set_limits("math", stale_threshold=3)
     step = 1
 
     async def produce(buffer: ReplayBuffer) -> None:
@@ -89,7 +89,7 @@ async def test_g05_cancels_and_closes_at_any_moment_leave_no_hold_without_a_hold
 async def test_g06_concurrent_first_calls_all_know_the_limits_of_the_past() -> None:
     storage = suspending(3)
     past = ReplayBuffer(storage=storage)
-    past.set_limits("math", stale_threshold=2)
+    await past.set_limits("math", stale_threshold=2)
     await past.put(make_group(), "math", model_step=0)
     await past.refresh_staleness(task_stale_thresholds={"math": None}, current_train_step=1)
     await past.close()

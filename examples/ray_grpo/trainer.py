@@ -73,7 +73,7 @@ class Trainer:
         try:
             async with buffer:
                 for name in self.batch:  # every process that leases says how old a group may be
-                    buffer.set_limits(name, stale_threshold=stale_threshold(MAX_STALENESS, 1))
+                    await buffer.set_limits(name, stale_threshold=stale_threshold(MAX_STALENESS, 1))
                 await self._begin(buffer)
                 await self._train_steps(buffer, stop)
                 return await buffer.ledger()

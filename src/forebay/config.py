@@ -47,7 +47,8 @@ from forebay.produce.filters import Filter
 from forebay.produce.judge import GroupReward, SampleReward
 from forebay.prompts.records import Tokenize, ToRolloutState
 from forebay.prompts.sampler import Sampler
-from forebay.storage.base import EXPECT_GROUP_BYTES, Storage
+from forebay.core.capacity import EXPECT_GROUP_BYTES
+from forebay.storage.base import Storage
 from forebay.storage.local.memory import MemoryStorage
 
 __all__ = [

@@ -26,7 +26,7 @@ from forebay.core.ledger import Account, End, Place, open_ledger
 from forebay.core.record import Record
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput, StorageError, UnreadableData
 from forebay.storage.sqlite import schema
-from forebay.storage.sqlite.place import ProcessLock, check_file_system, file_system_of, holder_of
+from forebay.storage.sqlite.lock import ProcessLock, check_file_system, file_system_of, holder_of
 
 __all__ = ["Finding", "Level", "examine_installation", "examine_store", "has_wal_reset_fault", "repair_store"]
 

@@ -350,7 +350,7 @@ async def test_g03_a_lease_that_was_given_up_while_its_host_was_away_is_held_by_
 async def test_g06_what_is_too_old_expires_whoever_moved_the_step(shared: str, buffer: RayReplayBuffer) -> None:
     async with connected(shared) as other:
         for client in (buffer, other):
-            client.set_limits("aging", stale_threshold=2)
+            await client.set_limits("aging", stale_threshold=2)
         group = answered([*children.prompts(1)[0]])
         await buffer.put(group, "aging", model_step=0, current_train_step=1)
         with pytest.raises(WaitTimeout):

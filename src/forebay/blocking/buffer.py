@@ -72,7 +72,7 @@ class ReplayBuffer:
         retryable: bool = True,
     ) -> None:
         async def set_limits() -> None:
-            self.native.set_limits(
+            await self.native.set_limits(
                 task_name,
                 stale_threshold=stale_threshold,
                 token_stale_threshold=token_stale_threshold,

@@ -144,7 +144,7 @@ def _last_error(group: Group) -> str | None:
 
 def needs_values(storage: Storage) -> bool:
     """Whether groups have to be looked through before they are handed to a storage."""
-    return any_kind() and not storage.keeps_references
+    return any_kind() and storage.durable
 
 
 async def resolve_arrivals(arrivals: Sequence[Arrival]) -> list[Arrival]:

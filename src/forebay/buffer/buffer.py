@@ -1,35 +1,33 @@
-"""ReplayBuffer: policy x storage, with limits, leases and waiting.
+"""ReplayBuffer: policy and storage, with limits, leases and waiting.
 
-It owns no group: rows, counts and positions live in the storage, which moves them in single steps. This file
-orders those steps: what comes in passes `intake`, what is asked for is judged for age before it is claimed,
-what is not there yet is waited for on the event itself (G11). Anything that could hold the event loop for long is cut
+It owns no group: rows, counts, clocks and limits live in the storage, which moves them in single steps. This file has
+the methods that users call; they check arguments and order those steps: groups that come in pass `admission`, groups
+that leave pass `claims`, and waits wake on the change itself (G11). Work that could hold the event loop for long is cut
 into slices (G10). A buffer lives on one event loop at a time; `forebay.blocking` serves other threads.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Collection, Mapping, Sequence, Sized
+from typing import Any
 
-from forebay.buffer import explain as report
-from forebay.buffer.admission import admit, content_of, lost_reason, needs_values, resolve_arrivals, resolve_contents
-from forebay.buffer.claims import Outlet, asked
-from forebay.buffer.expiry import Ageing
+from forebay.buffer import explain
+from forebay.buffer.claims import LeaseAttempt, asked
+from forebay.buffer.expiry import Expiry
 from forebay.buffer.group_ends import GroupEnds, OnGroupEnd
+from forebay.buffer.internal import Internals
 from forebay.buffer.lease import Lease, LeaseRequest
 from forebay.buffer.session import Session
-from forebay.core.ledger import LedgerLine, Place
+from forebay.core.capacity import EXPECT_GROUP_BYTES, Settings
+from forebay.core.ledger import Clock, LedgerLine, Place
 from forebay.core.policy import FIFOReplayPolicy, ReplayPolicy
 from forebay.core.query import And, Compare, Node, parse, resolve_staleness
-from forebay.core.record import Record, Row, Tags, check_tags, identify, present
+from forebay.core.record import Record, Tags, present
 from forebay.core.rollout import RolloutState, Status
-from forebay.core.staleness import EXPIRABLE, Limits, check_step
+from forebay.core.staleness import EXPIRABLE, Limits
 from forebay.core.validate import (
     batch_name,
-    check_group,
     checked_many,
     checked_mapping,
     checked_reason,
@@ -40,19 +38,12 @@ from forebay.core.validate import (
     whole_number,
 )
 from forebay.errors import InvalidConfig, InvalidInput
-from forebay.storage.base import EXPECT_GROUP_BYTES, Arrival, Claimed, Ready, Settings, Storage
+from forebay.storage.base import Ready, Storage
 from forebay.storage.local.memory import MemoryStorage
-
-if TYPE_CHECKING:
-    from forebay.checkpoint.format import Manifest
 
 __all__ = ["ReplayBuffer"]
 
 Groups = list[list[RolloutState]]
-T = TypeVar("T")
-
-_SLICE_GROUPS = 64
-"""Groups that are checked, expired or copied before the event loop gets its turn: a few milliseconds."""
 
 
 class ReplayBuffer:
@@ -100,16 +91,21 @@ class ReplayBuffer:
             expect_group_bytes=whole_number("expect_group_bytes", expect_group_bytes, least=0),
             keep_trained=whole_number("keep_trained", keep_trained, least=0),
         )
-        self._ageing = Ageing(self.storage)
-        self._session = Session(self.storage, settings, lease_s, self._ageing.recall)
+        self._expiry = Expiry(self.storage)
+        self._session = Session(self.storage, settings, lease_s, self._expiry.recall)
+        self._internals = Internals(self._session, self._expiry)
         if on_group_end is not None:
             self._session.group_ends = GroupEnds(self.storage, self.owner, on_group_end)
-        self._outlet = Outlet(self._session, self._ageing)
 
     @property
     def owner(self) -> str:
         """The name under which this buffer holds groups."""
         return self._session.owner
+
+    @property
+    def max_groups(self) -> int | None:
+        """The limit in groups."""
+        return self._session.settings.max_groups
 
     def __repr__(self) -> str:
         return f"<ReplayBuffer {self.policy!r} on {type(self.storage).__name__}: {len(self)} buffered groups>"
@@ -129,7 +125,7 @@ class ReplayBuffer:
 
     # --- limits ---------------------------------------------------------------------------------------
 
-    def set_limits(
+    async def set_limits(
         self,
         task_name: str,
         *,
@@ -137,8 +133,10 @@ class ReplayBuffer:
         token_stale_threshold: int | None = None,
         retryable: bool = True,
     ) -> None:
-        """How old the groups of a task may grow. Kept; arguments of a call override it for that call."""
-        self._ageing.keep(checked_task(task_name), Limits(stale_threshold, token_stale_threshold, retryable))
+        """How old the groups of a task may grow. The storage keeps the limits, for every process that uses it."""
+        await self._session.ready()
+        limits = Limits(stale_threshold, token_stale_threshold, retryable)
+        await self._expiry.advance({checked_task(task_name): Clock(limits=limits)})
 
     # --- in -------------------------------------------------------------------------------------------
 
@@ -192,190 +190,17 @@ class ReplayBuffer:
         timeout_s: float | None = None,
     ) -> list[int]:
         """Store several groups of one task, all of them or none; returns their uids. See `put`."""
-        await self._session.ready()
-        checked_task(task_name)
-        check_step("model_step", model_step, least=0)
-        check_step("current_train_step", current_train_step, least=1)
-        if expired_groups_retryable not in (None, True, False):
-            raise InvalidInput(f"expired_groups_retryable is {expired_groups_retryable!r}; expected True or False")
-        if current_train_step is None and (stale_threshold is not None or token_stale_threshold is not None):
-            raise InvalidInput(
-                f"put with stale_threshold={stale_threshold}, token_stale_threshold={token_stale_threshold} and no "
-                "current_train_step; pass the train step to judge by"
-            )
-        limits = self._ageing.limits_of_call(
-            task_name, stale_threshold, token_stale_threshold, expired_groups_retryable
-        )
-        checked_tags = None if tags is None else check_tags(tags)
-        arrivals: list[Arrival] = []
-        for items in checked_many("groups", groups):
-            if len(arrivals) % _SLICE_GROUPS == _SLICE_GROUPS - 1:
-                await asyncio.sleep(0)
-            arrivals.append(
-                admit(
-                    items,
-                    task_name,
-                    model_step=model_step,
-                    train_step=current_train_step,
-                    limits=limits,
-                    tags=checked_tags,
-                    priority=priority,
-                )
-            )
-        if not arrivals:
-            return []
-        if needs_values(self.storage):
-            arrivals = await self._valued(resolve_arrivals(arrivals), task_name)
-        if current_train_step is not None:
-            self._ageing.see(current_train_step)
-        records = await self._session.with_room(
-            lambda: self.storage.put(arrivals, owner=self.owner),
-            f"room for {len(arrivals)} groups of task {task_name!r}",
+        records = await self._internals.put(
+            groups,
             task_name,
-            timeout_s,
+            model_step=model_step,
+            train_step=current_train_step,
+            limits=(stale_threshold, token_stale_threshold, expired_groups_retryable),
+            tags=tags,
+            priority=priority,
+            timeout_s=timeout_s,
         )
-        self._ageing.remember(task_name, limits)
         return [record.uid for record in records]
-
-    async def issue(
-        self,
-        groups: Sequence[Sequence[RolloutState]],
-        task_name: str,
-        *,
-        cursor: int,
-        source_state: bytes | None = None,
-        timeout_s: float | None = None,
-    ) -> Groups:
-        """For samplers: write newly drawn prompts as in flight, and advance the task's position, in one step.
-
-        Waits for room. They get the group ids from `cursor` on; CursorMoved if the task stands elsewhere. A group that
-        refers to a lost value ends as failed at once, and is not among those returned.
-        """
-        await self._session.ready()
-        checked_task(task_name)
-        whole_number("cursor", cursor, least=0)
-        contents = []
-        for group in checked_many("groups", groups):
-            check_group(group, task_name)
-            contents.append(content_of(tuple(group), None, None, task_name))
-        drawn = contents
-        if needs_values(self.storage):
-            contents = await self._valued(resolve_contents(contents), task_name)
-        records = await self._session.with_room(
-            lambda: self.storage.issue(task_name, contents, owner=self.owner, cursor=cursor, source_state=source_state),
-            f"room to draw {len(contents)} groups of task {task_name!r}",
-            task_name,
-            timeout_s,
-            [content.facts for content in contents],
-        )
-        lost = {}
-        for record, content, before in zip(records, contents, drawn, strict=True):
-            if content is not before:
-                identify(before.group, task_name, record.group_id)
-                if (reason := lost_reason(before, content)) is not None:
-                    lost[record.uid] = reason
-        if lost:
-            await self.storage.fail(lost)
-        return [
-            present(Row(record, content.group))
-            for record, content in zip(records, drawn, strict=True)
-            if record.uid not in lost
-        ]
-
-    async def _valued(self, resolving: Awaitable[T], task_name: str) -> T:
-        """Wait until references have their values: as long as whoever makes those needs."""
-        with self._session.waits.listed(f"the values of references in groups of task {task_name!r}", (task_name,)):
-            return await resolving
-
-    async def position(self, task_name: str) -> tuple[int, bytes | None]:
-        """For samplers: how many groups were drawn for a task, and the state of its data set, if known."""
-        await self._session.ready()
-        account = await self.storage.account(checked_task(task_name))
-        return account.cursor, account.source_state
-
-    async def redraw(
-        self, n: int, task_name: str, statuses: Sequence[Status] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
-    ) -> Groups:
-        """For samplers: up to n groups to be generated again, an earlier status first, then by group_id."""
-        await self._session.ready()
-        chosen = checked_statuses(statuses)
-        for status in chosen:
-            if status not in (Status.INIT, Status.EXPIRED, Status.ABORTED):
-                raise InvalidInput(f"{status} groups cannot be drawn again; expected init, expired or aborted")
-        return await self._outlet.draw(n, checked_task(task_name), chosen)
-
-    # --- for producers --------------------------------------------------------------------------------
-
-    async def room(self) -> int | None:
-        """How many more groups fit just now; None without a limit in groups."""
-        await self._session.ready()
-        limit = self.max_groups
-        if limit is None:
-            return None
-        room = max(0, limit - (await self.storage.usage()).groups)
-        if not room:
-            await self._session.refused("", ())
-        return room
-
-    def produces(self, producer: object, tasks: Collection[str]) -> None:
-        """For managers: which tasks they produce from now on. The groups of all others count as kept aside."""
-        if tasks:
-            self._session.producers[producer] = frozenset(tasks)
-        else:
-            self._session.producers.pop(producer, None)
-
-    def asking(self, wants: Mapping[str, int]) -> AbstractContextManager[None]:
-        """For managers that produce and wait for a batch in turns: producing fails if the batch can never come."""
-        return self._session.asking(wants)
-
-    @property
-    def max_groups(self) -> int | None:
-        """How many groups it holds at most, in flight, buffered and leased together."""
-        return self._session.settings.max_groups
-
-    @property
-    def bounded_bytes(self) -> bool:
-        """Whether there is a limit in bytes: then it depends on a group's size whether it fits."""
-        return self._session.settings.max_bytes is not None
-
-    async def until(
-        self,
-        attempt: Callable[[], Awaitable[T | None]],
-        what: str,
-        tasks: Collection[str],
-        *,
-        timeout_s: float | None = None,
-        wants: Mapping[str, int] | None = None,
-    ) -> T:
-        """Repeat an attempt after every change of the storage, until it returns something; `explain_wait` lists it.
-
-        `wants`: the batch of completed groups that it is for; InvalidConfig as soon as that can never come.
-        """
-        return await self._session.until(attempt, what, tasks, timeout_s, wants=wants)
-
-    async def produced(self, task_name: str) -> int:
-        """Groups of a task that count towards its target: buffered COMPLETED (and fresh), leased, trained."""
-        await self._session.ready()
-        line = (await self.storage.ledger()).get(task_name)
-        if line is None:
-            return 0
-        completed = (await self.storage.available((task_name,), Status.COMPLETED))[task_name]
-        return completed + line["leased"] + line["trained"]
-
-    async def train_steps(self) -> dict[str, int]:
-        """The latest train step that each task was judged for, by anybody: the clock of the storage."""
-        await self._session.ready()
-        accounts = await self.storage.accounts()
-        return {name: account.watermark.train_step for name, account in accounts.items() if account.watermark}
-
-    async def others_hold(self) -> bool:
-        """Whether groups are held by other users of the storage (who may be dead since less than their `lease_s`)."""
-        await self._session.ready()
-        return any(holding.owner != self.owner for holding in await self.storage.holdings())
-
-    def nudge(self) -> None:
-        """Let every wait look again: something that it depends on changed outside the storage."""
-        self._session.nudge()
 
     # --- out ------------------------------------------------------------------------------------------
 
@@ -389,7 +214,7 @@ class ReplayBuffer:
     ) -> tuple[dict[str, Groups], dict[str, int]]:
         """Groups of several tasks in one step, taken for good, and how many of each. Never waits."""
         await self._session.ready()
-        groups = await self._outlet.take(wants, checked_status(group_status))
+        groups = await self._internals.claims.take(wants, checked_status(group_status))
         return groups, {task_name: len(taken) for task_name, taken in groups.items()}
 
     def lease_batch(
@@ -406,35 +231,26 @@ class ReplayBuffer:
         """
         return LeaseRequest(lambda: self._lease(wants, train_step, group_status, timeout_s))
 
-    async def try_lease(self, wants: Mapping[str, int], *, train_step: int) -> Lease | None:
-        """A full batch of COMPLETED groups if it is there, else None; never waits. For managers."""
-        await self._session.ready()
-        attempt, grant = await self.lease_attempt(wants, train_step=train_step)
-        claimed = await attempt()
-        return None if claimed is None else await grant(claimed)
-
     async def _lease(
         self, wants: Mapping[str, int], train_step: int, group_status: Status, timeout_s: float | None
     ) -> Lease:
+        await self._session.ready()
         status = checked_status(group_status)
-        attempt, grant = await self.lease_attempt(wants, train_step=train_step, group_status=status)
+        attempt = LeaseAttempt(self._internals.claims, wants, train_step, status)
         wants = checked_wants(wants)
-        claimed = await self._session.until(
-            attempt,
+
+        async def claim() -> bool | None:
+            return await attempt.claim() or None
+
+        await self._session.until(
+            claim,
             f"{batch_name(wants, status)} for train step {train_step}",
             asked(wants),
             timeout_s,
             Ready(wants=wants, status=status),
             wants if status is Status.COMPLETED else None,
         )
-        return await grant(claimed)
-
-    async def lease_attempt(
-        self, wants: Mapping[str, int], *, train_step: int, group_status: Status = Status.COMPLETED
-    ) -> tuple[Callable[[], Awaitable[Claimed | None]], Callable[[Claimed], Awaitable[Lease]]]:
-        """How to try to claim a batch, for `until`, and how to make a lease of what was claimed. For managers."""
-        await self._session.ready()
-        return await self._outlet.lease_attempt(wants, train_step, checked_status(group_status))
+        return await attempt.grant()
 
     async def wait_ready(
         self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED, timeout_s: float | None = None
@@ -443,7 +259,7 @@ class ReplayBuffer:
         await self._session.ready()
         status = checked_status(group_status)
         wants = checked_wants(wants)
-        self._outlet.refuse_more_than_fits(wants)
+        self._internals.claims.refuse_more_than_fits(wants)
 
         async def attempt() -> bool | None:
             return await self._is_ready(wants, status) or None
@@ -458,9 +274,9 @@ class ReplayBuffer:
         return await self._is_ready(checked_wants(wants), checked_status(group_status))
 
     async def _is_ready(self, wants: Mapping[str, int], status: Status) -> bool:
-        await self._session.reap()
-        available = await self.storage.available(wants, status)
-        return all(available[task_name] >= n for task_name, n in wants.items())
+        await self.storage.reap()
+        summary = await self.storage.summary(wants)
+        return all(summary.task(task_name).fresh.get(status, 0) >= n for task_name, n in wants.items())
 
     async def explain_wait(self) -> str:
         """What is being waited for, what there is of it, and who holds the rest."""
@@ -491,18 +307,18 @@ class ReplayBuffer:
         token_thresholds = checked_mapping("task_token_stale_thresholds", task_token_stale_thresholds)
         retryable = checked_mapping("expired_groups_retryable_by_task", expired_groups_retryable_by_task)
         limits = {
-            checked_task(task_name): self._ageing.limits_of_call(
+            checked_task(task_name): self._expiry.limits_with(
                 task_name, thresholds.get(task_name), token_thresholds.get(task_name), retryable.get(task_name)
             )
             for task_name in {**thresholds, **token_thresholds}
         }
-        for task_name, limit in limits.items():
-            self._ageing.remember(task_name, limit)
-        await self._ageing.advance(current_train_step, limits)
-        expired = await self._ageing.expire(limits, chosen)
+        await self._expiry.advance(
+            {task_name: Clock(train_step=current_train_step, limits=limit) for task_name, limit in limits.items()}
+        )
+        expired = await self._expiry.expire(limits, chosen)
         for task_name, limit in limits.items():
             if not limit.retryable and Status.EXPIRED in chosen:
-                await self._ageing.drop_expired(task_name)  # left from a time when they could be retried
+                await self._expiry.drop_expired(task_name)  # left from a time when they could be retried
         return expired
 
     # --- looking --------------------------------------------------------------------------------------
@@ -511,15 +327,16 @@ class ReplayBuffer:
         """Buffered groups of a task and status; 0 for an unknown task."""
         await self._session.ready()
         status = checked_status(group_status)
-        counts = await self.storage.count_statuses((checked_task(task_name),), (status,))
-        return counts[task_name][status]
+        return (await self.storage.summary((checked_task(task_name),))).task(task_name).statuses.get(status, 0)
 
     async def count_statuses(
         self, tasks: Collection[str], statuses: Collection[Status]
     ) -> dict[str, dict[Status, int]]:
         """Buffered groups by task and status, zeros included."""
         await self._session.ready()
-        return await self.storage.count_statuses(checked_many("tasks", tasks), checked_statuses(statuses))
+        names, chosen = checked_many("tasks", tasks), checked_statuses(statuses)
+        summary = await self.storage.summary(names)
+        return {name: {status: summary.task(name).statuses.get(status, 0) for status in chosen} for name in names}
 
     def __len__(self) -> int:
         """Buffered groups, as last seen by this process."""
@@ -546,7 +363,7 @@ class ReplayBuffer:
         return sum((await self.storage.discard(node, reason)).values())
 
     def _resolved(self, query: Mapping[str, Any]) -> Node:
-        return resolve_staleness(parse(query), self._ageing.last_train_step)
+        return resolve_staleness(parse(query), self._expiry.last_train_step)
 
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
         """Set priorities by uid; returns how many of these groups are still there."""
@@ -563,26 +380,20 @@ class ReplayBuffer:
         In groups, or in generated tokens, of which those thrown away while their group stayed are `reset`.
         """
         await self._session.ready()
-        return await self.storage.ledger(tokens=tokens)
+        return (await self.storage.summary()).ledger(tokens=tokens)
 
     async def reasons(self) -> dict[str, dict[str, int]]:
         """Why groups were filtered, failed or discarded, by task."""
         await self._session.ready()
-        return {task_name: account.reasons for task_name, account in (await self.storage.accounts()).items()}
+        summary = await self.storage.summary()
+        return {task_name: task.account.reasons for task_name, task in summary.tasks.items()}
 
     async def stats(self) -> dict[str, int]:
         """Flat figures for any logger."""
-        ledger = await self.ledger()
-        return report.figures(
-            ledger,
-            await self.storage.ledger(tokens=True),
-            await self.storage.count_statuses(list(ledger), list(Status)),
-            await self.storage.accounts(),
-            await self.storage.usage(),
-            self._session.settings,
-            len(self._session.waits),
-            self._session.produced,
-            self._session.group_ends,
+        await self._session.ready()
+        session = self._session
+        return explain.figures(
+            await self.storage.summary(), session.settings, len(session.waits), session.produced, session.group_ends
         )
 
     # --- checkpoints ----------------------------------------------------------------------------------
@@ -590,51 +401,18 @@ class ReplayBuffer:
     async def save(
         self, path: str | os.PathLike[str], *, model_step: int | None = None, no_save_replay_buffer: bool = False
     ) -> None:
-        """Write a checkpoint of everything, at any moment, while everything goes on.
+        """Write a checkpoint of everything, at any moment, while everything continues.
 
         `model_step` says which weights it goes with: leases for steps up to it are saved as trained. The checkpoint
         that was at the path stays until the new one is complete. `no_save_replay_buffer`: prompts only, which are
-        generated anew after `resume`.
+        generated again after `resume`.
         """
-        await self.save_with(path, model_step=model_step, prompts_only=no_save_replay_buffer, extra=dict)
-
-    async def save_with(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        model_step: int | None,
-        prompts_only: bool,
-        extra: Callable[[], dict[str, Any]],
-    ) -> None:
-        """As `save`, with more in the manifest: `extra()` is asked in the moment of the snapshot. For managers."""
-        await self._session.ready()
-        check_step("model_step", model_step, least=0)
-        from forebay.buffer.checkpoints import (
-            save_storage,  # imported here: it would double the time of `import forebay`
-        )
-
-        await save_storage(
-            self.storage,
-            path,
-            model_step=model_step,
-            prompts_only=prompts_only,
-            extra=lambda: {**extra(), "limits": self._ageing.state()},
-        )
+        await self._internals.save(path, model_step=model_step, prompts_only=no_save_replay_buffer)
 
     async def resume(self, path: str | os.PathLike[str]) -> int | None:
-        """Take up a checkpoint, under any policy and in any storage; returns its model step.
+        """Resume a checkpoint, under any policy and in any storage; returns its model step.
 
-        Into another storage than it was made from: that must be empty. Into the same durable store: what was
-        acknowledged for steps after the model step is handed out again; CheckpointTooOld if the store has dropped some.
+        Into another storage than it was made from: that must be empty. Into the same durable store: groups that were
+        acknowledged for steps after the model step are handed out again; CheckpointTooOld if the store dropped some.
         """
-        return (await self.resume_with(path)).model_step
-
-    async def resume_with(self, path: str | os.PathLike[str]) -> Manifest:
-        """As `resume`; the whole manifest. For managers."""
-        await self._session.ready()
-        from forebay.buffer.checkpoints import resume_storage
-
-        manifest = await resume_storage(self.storage, path)
-        self._ageing.load_state(manifest.extra.get("limits", {}))
-        await self._ageing.recall()
-        return manifest
+        return (await self._internals.resume(path)).model_step

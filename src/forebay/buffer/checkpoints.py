@@ -31,13 +31,14 @@ from forebay.checkpoint.files import FileOps
 from forebay.checkpoint.format import Checkpoint, CheckpointWriter, Manifest, open_checkpoint
 from forebay.codec.frame import decode_account, decode_group, decode_record, encode_account, encode_group, encode_record
 from forebay.core.aio import grace, in_thread, start_thread
-from forebay.core.ledger import Account, End, Place, rewound_watermark
+from forebay.core.ledger import Account, End, Place
 from forebay.core.query import parse
 from forebay.core.record import Record, Row, describe
 from forebay.core.references import as_values, resolve_group
 from forebay.core.rollout import Group, RolloutState, Status, group_status, reset_response
 from forebay.errors import CheckpointTooOld, DamagedData, InvalidInput, ReferenceLost
 from forebay.storage.base import Storage
+from forebay.storage.rules import is_used
 
 __all__ = ["as_saved", "prompts_of", "resume_storage", "save_storage"]
 
@@ -108,7 +109,7 @@ async def save_storage(
     chunks = _Chunks(writer)
     try:
         if model_step is not None:
-            saved_step = await storage.saved_step()
+            saved_step = (await storage.summary(())).saved_step
             if saved_step is None or saved_step > model_step:
                 await storage.saved(model_step)  # keeps what is acknowledged for later steps while this is written
         content = dict(extra())
@@ -140,7 +141,7 @@ async def save_storage(
         await chunks.finish()
         if model_step is not None:
             for account in accounts.values():
-                account.watermark = rewound_watermark(account.watermark, model_step)
+                account.rewind(model_step)
         manifest = Manifest(
             next_uid=snapshot.next_uid,
             next_timestamp_id=snapshot.next_timestamp_id,
@@ -222,13 +223,14 @@ async def resume_storage(storage: Storage, directory: str | PathLike[str], *, fi
                 rewound = await storage.rewind(manifest.model_step)
                 log.info("store_rewound path=%s model_step=%d %s", directory, manifest.model_step, rewound)
             return manifest
-        if await storage.accounts():
+        present = (await storage.summary()).tasks
+        if is_used({task_name: task.account for task_name, task in present.items()}):
             raise InvalidInput(
                 f"the checkpoint at {directory} comes from another store, and this one has been used; resume into an "
                 "empty one"
             )
         accounts = {task_name: decode_account(data) for task_name, data in manifest.accounts.items()}
-        with nullcontext() if storage.keeps_references else as_values():
+        with as_values() if storage.durable else nullcontext():
             rows = _rows(checkpoint, accounts)
             await storage.restore(accounts, manifest.next_uid, manifest.next_timestamp_id, rows)
         log.info("checkpoint_resumed path=%s model_step=%s", directory, manifest.model_step)
@@ -243,16 +245,16 @@ async def _check_retained(storage: Storage, manifest: Manifest, model_step: int)
     It has all that were trained for steps after its last save. For every other checkpoint, what counts as trained and
     would not come back must have been trained when the checkpoint was made.
     """
-    saved_step = await storage.saved_step()
+    summary = await storage.summary()  # before the records: what is acknowledged in between is among those only
+    saved_step = summary.saved_step
     if saved_step == model_step:
         return
-    accounts = await storage.accounts()  # before the records: what is acknowledged in between is among those only
     archived = await storage.records(parse({"place": Place.ARCHIVED}), None)
     kept = Counter(r.task_name for r in archived if r.train_step is not None and r.train_step > model_step)
     dropped = {}
-    for task_name, account in accounts.items():
+    for task_name, task in summary.tasks.items():
         saved = decode_account(manifest.accounts[task_name]) if task_name in manifest.accounts else Account()
-        trained = account.ended.get(End.TRAINED, 0) - saved.ended.get(End.TRAINED, 0)
+        trained = task.account.ended.get(End.TRAINED, 0) - saved.ended.get(End.TRAINED, 0)
         if trained > kept[task_name]:
             dropped[task_name] = trained - kept[task_name]
     if dropped:

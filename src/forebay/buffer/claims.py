@@ -1,16 +1,19 @@
-"""How groups leave a buffer: what is too old expires first, then a claim in one step, then copies for the caller.
+"""How groups leave a buffer: one claim of the storage, then copies for the caller.
 
-The buffer's other half of `intake`. Nothing waits here; `session` does. A claim that cannot be handed out goes back.
+The storage hands out nothing that is too old; groups that a claim found to be too old are expired right after it.
+Nothing waits here; `session` does. Groups of a claim that cannot be handed out go back.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from forebay.buffer.expiry import Ageing
+from msgspec.structs import replace
+
+from forebay.buffer.expiry import Expiry
 from forebay.buffer.lease import Lease
 from forebay.buffer.session import Session
 from forebay.core.ledger import Event, Place
@@ -19,9 +22,9 @@ from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import apply_token_mask, sample_staleness
 from forebay.core.validate import checked_wants, whole_number
 from forebay.errors import BufferClosed, InvalidConfig, LostLease
-from forebay.storage.base import Claim, Claimed, Purpose
+from forebay.storage.base import Claim, Purpose, Rows
 
-__all__ = ["Outlet", "asked"]
+__all__ = ["Claims", "LeaseAttempt", "asked"]
 
 Groups = list[list[RolloutState]]
 
@@ -29,103 +32,71 @@ _SLICE_GROUPS = 64
 """Groups that are copied before the event loop gets its turn: a few milliseconds."""
 
 
-class Outlet:
+class Claims:
     """Claims groups for takers, trainers and producers."""
 
-    def __init__(self, session: Session, ageing: Ageing) -> None:
+    def __init__(self, session: Session, expiry: Expiry) -> None:
         self._session = session
         self._storage = session.storage
-        self._ageing = ageing
-
-    async def prepare(self, wants: Mapping[str, int]) -> None:
-        """What is too old expires, and what a dead holder had comes back, before anything is claimed."""
-        await self._session.reap()
-        await self._ageing.expire(asked(wants))
-        self._session.check_open()
+        self._expiry = expiry
 
     async def take(self, wants: Mapping[str, int], status: Status) -> dict[str, Groups]:
-        """At most so many groups, for good."""
+        """At most this many groups of each task, for good."""
         wants = checked_wants(wants)
-        await self.prepare(wants)
-        claim = Claim(wants=wants, statuses=(status,), purpose=Purpose.TAKE, owner=self._session.owner)
-        claimed = await self._storage.claim(claim)
-        assert claimed is not None
-        return await self.hand_out(claimed, None)
+        rows = await self._claim_some(wants, (status,), Purpose.TAKE)
+        return await self.hand_out(rows, None)
 
     async def draw(self, n: int, task_name: str, statuses: tuple[Status, ...]) -> Groups:
         """At most n groups to be generated again."""
-        wants = checked_wants({task_name: n})
-        await self.prepare(wants)
-        claim = Claim(wants=wants, statuses=statuses, purpose=Purpose.DRAW, owner=self._session.owner)
+        rows = await self._claim_some(checked_wants({task_name: n}), statuses, Purpose.DRAW)
+        return [present(row) for row in rows[task_name]]
+
+    async def _claim_some(self, wants: dict[str, int], statuses: tuple[Status, ...], purpose: Purpose) -> Rows:
+        """Claim what is there; if groups had to expire first, claim the rest once more."""
+        self._session.check_open()
+        claim = Claim(wants=wants, statuses=statuses, purpose=purpose, owner=self._session.owner)
         claimed = await self._storage.claim(claim)
-        assert claimed is not None
-        return [present(row) for row in claimed[task_name]]
+        rows = claimed.rows
+        assert rows is not None
+        self._expiry.learn_limits(claimed.limits)
+        due = [task_name for task_name in claimed.due if wants[task_name] > 0]
+        if not due:
+            return rows
+        try:
+            await self._expiry.expire(due)
+            missing = {name: wants[name] - len(rows[name]) for name in due}
+            if Status.EXPIRED in statuses and any(missing.values()):
+                more = (await self._storage.claim(replace(claim, wants=missing))).rows
+                assert more is not None
+                rows = {name: found + more.get(name, []) for name, found in rows.items()}
+        except BaseException:
+            await self._storage.undo(claim, rows)
+            raise
+        return rows
 
-    async def lease_attempt(
-        self, wants: Mapping[str, int], train_step: int, status: Status
-    ) -> tuple[Callable[[], Awaitable[Claimed | None]], Callable[[Claimed], Awaitable[Lease]]]:
-        """How to try to claim a batch, and how to make a lease of what was claimed."""
-        wants = checked_wants(wants)
-        whole_number("train_step", train_step, least=1)
-        self.refuse_more_than_fits(wants)
-        limits = {task_name: self._ageing.limits(task_name) for task_name in asked(wants)}
-        lease_id = uuid.uuid4().hex
-        claim = Claim(
-            wants=wants,
-            statuses=(status,),
-            purpose=Purpose.LEASE,
-            owner=self._session.owner,
-            whole=True,
-            floors={task_name: limit.floors(train_step) for task_name, limit in limits.items()},
-            lease_id=lease_id,
-            train_step=train_step,
-            watermarks=self._ageing.watermarks(train_step, limits) if self._storage.claims_with_watermarks else {},
-        )
-        if self._storage.claims_with_watermarks:
-            self._ageing.advanced(train_step, limits)
-        else:
-            await self._ageing.advance(train_step, limits)
-
-        async def attempt() -> Claimed | None:
-            await self.prepare(wants)
-            claimed = await self._storage.claim(claim)
-            if claimed is None and claim.watermarks:
-                await self._ageing.expire(claim.watermarks)  # what only the claim itself made too old
-            return claimed
-
-        async def grant(claimed: Claimed) -> Lease:
-            uids = {
-                (task_name, row.record.group_id): row.record.uid for task_name, rows in claimed.items() for row in rows
-            }
-            try:
-                if claim.watermarks:
-                    await self._ageing.expire(claim.watermarks)
-                groups = await self.hand_out(claimed, train_step)
-            except BaseException:
-                with suppress(LostLease, BufferClosed):  # then it is back already
-                    await self.settle(lease_id, list(uids.values()), Event.NACKED, None)
-                raise
-            return Lease(lease_id, train_step, groups, uids, self.settle)
-
-        return attempt, grant
+    async def lease(self, wants: Mapping[str, int], train_step: int) -> Lease | None:
+        """A full batch of COMPLETED groups if it is there, else None. Never waits."""
+        attempt = LeaseAttempt(self, wants, train_step)
+        return await attempt.grant() if await attempt.claim() else None
 
     async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
+        """Settle rows of a lease."""
         await self._session.ready()
         await self._storage.settle(lease_id, uids, event, reason)
 
-    async def hand_out(self, claimed: Claimed, train_step: int | None) -> dict[str, Groups]:
-        """Copies of what was claimed, token masks applied to what will be trained on."""
+    async def hand_out(self, claimed: Rows, train_step: int | None) -> dict[str, Groups]:
+        """Copies of claimed groups, token masks applied to those that will be trained on."""
         handed: dict[str, Groups] = {}
         copied = 0
         for task_name, rows in claimed.items():
-            threshold = self._ageing.limits(task_name).token_stale_threshold
-            step = self._ageing.step_of(task_name) if train_step is None else train_step
+            threshold = self._expiry.limits(task_name).token_stale_threshold
+            step = self._expiry.step_of(task_name) if train_step is None else train_step
             groups: Groups = []
             for row in rows:
                 copied += 1
                 if copied % _SLICE_GROUPS == 0 and train_step is not None:
                     await asyncio.sleep(0)
-                # What was taken for good is ours alone; everything else stays in the storage, and is copied.
+                # Groups that were taken for good belong to the caller; all others stay in the storage, and are copied.
                 if row.record.place is Place.BUFFERED:
                     group = list(row.group)
                     separate_extra_fields(group)
@@ -143,12 +114,74 @@ class Outlet:
         return handed
 
     def refuse_more_than_fits(self, wants: Mapping[str, int]) -> None:
+        """InvalidConfig if a batch is larger than the buffer."""
         wanted, limit = sum(wants.values()), self._session.settings.max_groups
         if limit is not None and wanted > limit:
             raise InvalidConfig(
                 f"waiting for {wanted} groups in a buffer of max_groups={limit} would never end; raise max_groups or "
                 "ask for less"
             )
+
+
+class LeaseAttempt:
+    """One batch that is asked for: `claim` until it says True, then `grant`."""
+
+    def __init__(
+        self, claims: Claims, wants: Mapping[str, int], train_step: int, status: Status = Status.COMPLETED
+    ) -> None:
+        wants = checked_wants(wants)
+        whole_number("train_step", train_step, least=1)
+        claims.refuse_more_than_fits(wants)
+        self._claims = claims
+        self._train_step = train_step
+        self._rows: Rows = {}
+        self._claim = Claim(
+            wants=wants,
+            statuses=(status,),
+            purpose=Purpose.LEASE,
+            owner=claims._session.owner,
+            whole=True,
+            lease_id=uuid.uuid4().hex,
+            train_step=train_step,
+        )
+
+    async def claim(self) -> bool:
+        """Try to claim the batch; whether all of it was there."""
+        session, expiry = self._claims._session, self._claims._expiry
+        await session.ready()
+        expiry.see(self._train_step, asked(self._claim.wants))
+        claimed = await session.storage.claim(self._claim)
+        if claimed.rows is not None:
+            self._rows = claimed.rows
+        try:
+            expiry.learn_limits(claimed.limits)
+            if claimed.due:
+                await expiry.expire(claimed.due)
+        except BaseException:
+            await self._give_back()
+            raise
+        return claimed.rows is not None
+
+    async def grant(self) -> Lease:
+        """The lease of the batch that was claimed."""
+        uids = self._uids()
+        try:
+            groups = await self._claims.hand_out(self._rows, self._train_step)
+        except BaseException:
+            await self._give_back()
+            raise
+        assert self._claim.lease_id is not None
+        return Lease(self._claim.lease_id, self._train_step, groups, uids, self._claims.settle)
+
+    def _uids(self) -> dict[tuple[str, int], int]:
+        return {(name, row.record.group_id): row.record.uid for name, rows in self._rows.items() for row in rows}
+
+    async def _give_back(self) -> None:
+        uids = list(self._uids().values())
+        if uids:
+            assert self._claim.lease_id is not None
+            with suppress(LostLease, BufferClosed):  # then it is back already
+                await self._claims.settle(self._claim.lease_id, uids, Event.NACKED, None)
 
 
 def asked(wants: Mapping[str, int]) -> list[str]:

@@ -1,42 +1,32 @@
 """What people and loggers read about a buffer: flat figures, and an explanation of what a wait is for.
 
-Pure: given what the storage said, it returns text and numbers, and touches neither content nor state.
+Pure: from a summary of the storage it makes text and numbers, and touches neither content nor state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from forebay.buffer.group_ends import GroupEnds
 from forebay.buffer.waiting import Wait
-from forebay.core.capacity import fits
+from forebay.core.capacity import Settings, fits
 from forebay.core.fingerprint import unverified_records
-from forebay.core.ledger import Account, LedgerLine, Place
+from forebay.core.ledger import Place
 from forebay.core.rollout import Status
-from forebay.storage.base import Holding, Settings, Usage
+from forebay.storage.base import Holding, Summary, TaskSummary
 
 __all__ = ["capacity", "explanation", "figures"]
 
-Counts = Mapping[str, Mapping[Status, int]]
-
 
 def figures(
-    ledger: Mapping[str, LedgerLine],
-    tokens: Mapping[str, LedgerLine],
-    counts: Counts,
-    accounts: Mapping[str, Account],
-    usage: Usage,
-    settings: Settings,
-    waiting: int,
-    produced: Collection[str] | None,
-    group_ends: GroupEnds | None,
+    summary: Summary, settings: Settings, waiting: int, produced: Collection[str] | None, group_ends: GroupEnds | None
 ) -> dict[str, int]:
     """A flat dict for any logger: `forebay/<task>/buffered/completed` and the like, in groups and tokens."""
     flat = {
-        "forebay/groups": usage.groups,
-        "forebay/groups_kept_aside": sum(_kept_aside(ledger, produced).values()),
-        "forebay/bytes": usage.bytes,
-        "forebay/reserved_bytes": usage.reserved,
+        "forebay/groups": summary.usage.groups,
+        "forebay/groups_kept_aside": sum(_kept_aside(summary, produced).values()),
+        "forebay/bytes": summary.usage.bytes,
+        "forebay/reserved_bytes": summary.usage.reserved,
         "forebay/waiting": waiting,
     }
     for name in ("max_groups", "max_bytes"):
@@ -44,24 +34,17 @@ def figures(
             flat[f"forebay/{name}"] = limit
     if group_ends is not None:
         flat |= {"forebay/on_group_end/told": group_ends.told, "forebay/on_group_end/failed": group_ends.failed}
-    for task_name, line in ledger.items():
+    for task_name, task in summary.tasks.items():
         prefix = f"forebay/{task_name}"
-        flat |= {f"{prefix}/{name}": groups for name, groups in line.items()}
-        flat |= {f"{prefix}/buffered/{status}": n for status, n in counts[task_name].items()}
-        flat |= {f"{prefix}/tokens/{name}": n for name, n in tokens[task_name].items()}
-        flat[f"{prefix}/unverified_records"] = unverified_records(accounts[task_name].source_state)
+        flat |= {f"{prefix}/{name}": groups for name, groups in task.line().items()}
+        flat |= {f"{prefix}/buffered/{status}": task.statuses.get(status, 0) for status in Status}
+        flat |= {f"{prefix}/tokens/{name}": n for name, n in task.line(tokens=True).items()}
+        flat[f"{prefix}/unverified_records"] = unverified_records(task.account.source_state)
     return flat
 
 
 def explanation(
-    waits: Iterable[Wait],
-    now: float,
-    ledger: Mapping[str, LedgerLine],
-    counts: Counts,
-    holdings: Sequence[Holding],
-    usage: Usage,
-    settings: Settings,
-    produced: Collection[str] | None,
+    waits: Iterable[Wait], now: float, summary: Summary, settings: Settings, produced: Collection[str] | None
 ) -> str:
     """What is waited for, and for every task concerned what there is and who holds the rest."""
     waits = list(waits)
@@ -69,29 +52,27 @@ def explanation(
     if not lines:
         lines.append("nothing is waiting")
     named = {task_name for wait in waits for task_name in wait.tasks}
-    for task_name in sorted(named or ledger):
-        lines.append(_task_line(task_name, ledger.get(task_name), counts.get(task_name, {})))
-        lines += [_holding_line(holding) for holding in holdings if holding.task_name == task_name]
+    for task_name in sorted(named or summary.tasks):
+        lines.append(_task_line(task_name, summary.task(task_name)))
+        lines += [_holding_line(holding) for holding in summary.holdings if holding.task_name == task_name]
     if settings.max_groups is not None or settings.max_bytes is not None:
-        full = not fits(usage, settings, 1, 1)
+        full = not fits(summary.usage, settings, 1, 1)
         lines.append(
-            f"capacity: {capacity(usage, settings, ledger, produced)}"
+            f"capacity: {capacity(summary, settings, produced)}"
             + ("; nothing new fits until groups leave" if full else "")
         )
     return "\n".join(lines)
 
 
-def capacity(
-    usage: Usage, settings: Settings, ledger: Mapping[str, LedgerLine], produced: Collection[str] | None
-) -> str:
-    """What is used of each limit, and by tasks that nobody produces."""
-    limits = []
+def capacity(summary: Summary, settings: Settings, produced: Collection[str] | None) -> str:
+    """How much of each limit is used, and how much of it by tasks that nobody produces."""
+    usage, limits = summary.usage, []
     if settings.max_groups is not None:
         limits.append(f"{usage.groups} of {settings.max_groups} groups in use")
     if settings.max_bytes is not None:
         limits.append(f"{usage.bytes} of {settings.max_bytes} bytes in use and {usage.reserved} reserved")
     text = " and ".join(limits)
-    for task_name, groups in _kept_aside(ledger, produced).items():
+    for task_name, groups in _kept_aside(summary, produced).items():
         text += (
             f", {groups} of them belong to {task_name!r}, which no task here produces "
             f"(discard({{'task_name': {task_name!r}}}, reason) frees those that are buffered)"
@@ -99,26 +80,27 @@ def capacity(
     return text
 
 
-def _kept_aside(ledger: Mapping[str, LedgerLine], produced: Collection[str] | None) -> dict[str, int]:
+def _kept_aside(summary: Summary, produced: Collection[str] | None) -> Mapping[str, int]:
     """Groups that count against the capacity, of tasks that nobody produces."""
-    held = {
-        task_name: line["in_flight"] + line["buffered"] + line["leased"]
-        for task_name, line in ledger.items()
-        if produced is not None and task_name not in produced
-    }
-    return {task_name: groups for task_name, groups in held.items() if groups}
+    held = {}
+    for task_name, line in summary.ledger().items():
+        groups = line["in_flight"] + line["buffered"] + line["leased"]
+        if groups and produced is not None and task_name not in produced:
+            held[task_name] = groups
+    return held
 
 
-def _task_line(task_name: str, line: LedgerLine | None, counts: Mapping[Status, int]) -> str:
-    if line is None or not line["issued"]:
+def _task_line(task_name: str, task: TaskSummary) -> str:
+    line = task.line()
+    if not line["issued"]:
         return f"task {task_name!r}: nothing was ever put or drawn under this name"
-    statuses = ", ".join(f"{n} {status}" for status, n in counts.items() if n) or "nothing"
+    statuses = ", ".join(f"{n} {status}" for status in Status if (n := task.statuses.get(status, 0))) or "nothing"
     text = (
         f"task {task_name!r}: buffered {statuses}; {line['in_flight']} in flight, {line['leased']} leased; of "
         f"{line['issued']} issued {line['trained']} trained, {line['filtered']} filtered, {line['failed']} failed, "
         f"{line['discarded']} discarded"
     )
-    if not line["in_flight"] and not line["leased"] and not any(counts.values()):
+    if not line["in_flight"] and not line["leased"] and not line["buffered"]:
         text += "; nobody is generating for it"
     return text
 

@@ -67,7 +67,7 @@ class GroupEnds:
     async def _run(self, changes: Changes) -> None:
         closed = False
         while True:
-            ticket = changes.ticket
+            ticket = changes.ticket()
             try:
                 if await self._tell():
                     continue

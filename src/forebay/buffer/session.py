@@ -1,8 +1,8 @@
-"""A buffer's session with its storage: opened once, beaten for, waited on, closed.
+"""A buffer's session with its storage: open it once, send heartbeats, wait for changes, close it.
 
-All first calls share one opening. Everything that was begun ends when the session is closed: waits with BufferClosed,
-holds by going back. A session lives on one event loop at a time. Waits wake on the change itself (G11); where holders
-have deadlines, they wake for those, too.
+All first calls share one opening. Closing the session ends its waits with BufferClosed and gives its groups back. A
+session lives on one event loop at a time. Waits wake on the change itself (G11); where owners have deadlines, they
+wake for those, too.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from contextlib import contextmanager
 from typing import TypeVar
 from weakref import WeakKeyDictionary
 
-from forebay.buffer import explain as report
+from forebay.buffer import explain
 from forebay.buffer.group_ends import GroupEnds
-from forebay.buffer.waiting import Changes, Heartbeat, Waits
+from forebay.buffer.waiting import ANY_TASK, Changes, Heartbeat, Waits
 from forebay.core.aio import Deadline, in_thread
-from forebay.core.capacity import fits, reservation
+from forebay.core.capacity import Settings, fits, reservation
 from forebay.core.record import Facts
-from forebay.core.rollout import Status
+from forebay.core.rollout import DRAWABLE, Status
 from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, NoRoom, WaitTimeout, WrongEventLoop
-from forebay.storage.base import Ready, Reaped, Settings, Storage
+from forebay.storage.base import Ready, Storage, Summary
 
 __all__ = ["SHARED_LEASE_S", "Session"]
 
 T = TypeVar("T")
 
 SHARED_LEASE_S = 60.0
-_NONE_REAPED = Reaped({}, None)
 
 
 class Session:
-    """One owner's use of a storage. `after_open` runs once, before the first call goes on."""
+    """One owner's use of a storage. `after_open` runs once, before the first call continues."""
 
     def __init__(
         self, storage: Storage, settings: Settings, lease_s: float | None, after_open: Callable[[], Awaitable[None]]
@@ -47,19 +46,18 @@ class Session:
         self.waits = Waits()
         self.closed = False
         self.heartbeat: Heartbeat | None = None
+        self.group_ends: GroupEnds | None = None
+        self.producers: WeakKeyDictionary[object, frozenset[str]] = WeakKeyDictionary()
         self._after_open = after_open
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changes: Changes | None = None
         self._unsubscribe: Callable[[], None] | None = None
         self._opening: asyncio.Future[None] | None = None
         self._opened = False
-        self._reap_at = 0.0
-        self.group_ends: GroupEnds | None = None
-        self.producers: WeakKeyDictionary[object, frozenset[str]] = WeakKeyDictionary()
         self._asked: list[Mapping[str, int]] = []
         self._refused: tuple[str, tuple[Facts, ...]] | None = None  # task and prompts that found no room last
 
-    # --- life -----------------------------------------------------------------------------------------
+    # --- opening and closing --------------------------------------------------------------------------
 
     async def ready(self) -> Changes:
         """Check that the storage can be used from here, and open it at the first use."""
@@ -68,7 +66,7 @@ class Session:
         if self._loop is not loop:
             self._bind(loop)
         if not self._opened:
-            # All first calls wait for one opening, which goes on if one of them is cancelled.
+            # All first calls wait for one opening, which continues if one of them is cancelled.
             if self._opening is None:
                 self._opening = asyncio.ensure_future(self._open())
             await asyncio.shield(self._opening)
@@ -76,6 +74,7 @@ class Session:
         return self._changes
 
     def check_open(self) -> None:
+        """BufferClosed after `close`."""
         if self.closed:
             raise BufferClosed("this buffer is closed; make a new one")
 
@@ -99,8 +98,8 @@ class Session:
             await self.storage.open(self.owner, self.settings, self.lease_s)
             if self.lease_s is not None:
                 self.heartbeat = Heartbeat(lambda: self.storage.beat(self.owner), self.lease_s / 3)
-            await self._after_open()
             await self.storage.reap()
+            await self._after_open()
             if self.group_ends is not None:
                 assert self._changes is not None
                 await self.storage.note_ends()
@@ -112,7 +111,7 @@ class Session:
             raise
 
     async def close(self) -> None:
-        """End every wait, give back what is held. Closing twice is allowed."""
+        """End every wait, give every group back. Closing twice is allowed."""
         self.closed = True
         if self._changes is not None:
             self._changes.close()
@@ -134,20 +133,9 @@ class Session:
         await self.storage.close(self.owner)
 
     def nudge(self) -> None:
-        """Let every wait look again."""
+        """Let every wait look again: something outside the storage changed."""
         if self._changes is not None:
             self._changes.notify()
-
-    async def reap(self) -> None:
-        """Bring back what dead holders had, if the time of one of them can be up."""
-        if self.storage.reaps_itself:
-            return
-        now = asyncio.get_running_loop().time()
-        if self.storage.shared and now < self._reap_at:
-            return  # asking costs a round trip there
-        reaped = await self.storage.reap()
-        wait_s = self.lease_s if reaped.next_s is None else reaped.next_s
-        self._reap_at = now + (SHARED_LEASE_S if wait_s is None else wait_s) / 2
 
     # --- waiting --------------------------------------------------------------------------------------
 
@@ -156,18 +144,24 @@ class Session:
         attempt: Callable[[], Awaitable[T | None]],
         what: str,
         tasks: Collection[str],
-        timeout_s: float | None,
+        timeout_s: float | None = None,
         ready: Ready | None = None,
         wants: Mapping[str, int] | None = None,
+        *,
+        needs_room: bool = False,
     ) -> T:
-        """Repeat an attempt after every change until it finds something; WaitTimeout explains what was missing.
+        """Repeat an attempt after every change of the tasks until it returns something; `explain_wait` lists it.
 
-        `ready`: what has to be there at the least, for a storage that can wait for that by itself. `wants`: the batch
-        of completed groups that it waits for; InvalidConfig at once if that can never come.
+        WaitTimeout explains what was missing. `ready`: the least that has to be there, for a storage that can wait
+        for that by itself. `wants`: the batch of completed groups that it waits for; InvalidConfig at once if
+        that can never come. `needs_room`: it may also wait for capacity, which any task can free.
         """
         changes = await self.ready()
         deadline = Deadline(timeout_s)
-        ticket = changes.ticket
+        bounded = self.settings.max_groups is not None or self.settings.max_bytes is not None
+        # The check of `wants` looks at other tasks, too.
+        woken_by = ANY_TASK if bounded and (needs_room or wants is not None) else tasks
+        ticket = changes.ticket(woken_by)
         found = await attempt()
         if found is not None:
             return found
@@ -175,47 +169,40 @@ class Session:
             while True:
                 if wants is not None:
                     await self.check_can_come(wants)
-                await self._wait(changes, ticket, deadline, what, ready)
-                ticket = changes.ticket
+                await self._wait(changes, ticket, deadline, what, ready, woken_by)
+                ticket = changes.ticket(woken_by)
                 found = await attempt()
                 if found is not None:
                     return found
 
     async def with_room(
-        self,
-        attempt: Callable[[], Awaitable[T]],
-        what: str,
-        task_name: str,
-        timeout_s: float | None,
-        prompts: Sequence[Facts] = (),
+        self, attempt: Callable[[], Awaitable[T]], what: str, task_name: str, timeout_s: float | None
     ) -> T:
-        """Repeat a step until there is room for it; refuse at once what can never fit.
+        """Repeat a step until there is room for it; refuse at once what can never fit."""
+        ready = Ready()
 
-        `prompts`: those that the step issues.
-        """
+        async def try_once() -> tuple[T] | None:
+            nonlocal ready
+            try:
+                return (await attempt(),)
+            except NoRoom as full:
+                ready = self._needed(full)
+                return None
+
         changes = await self.ready()
-        ticket = changes.ticket
-        try:
-            done = await attempt()
-        except NoRoom as full:
-            ready = self._needed(full)
-            if prompts:
-                await self.refused(task_name, prompts)
-        else:
-            self._refused = None
-            return done
         deadline = Deadline(timeout_s)
-        with self.waits.listed(what, (task_name,)):
-            while True:
-                await self._wait(changes, ticket, deadline, what, ready)
-                ticket = changes.ticket
-                try:
-                    return await attempt()
-                except NoRoom as full:
-                    ready = self._needed(full)
+        ticket = changes.ticket()
+        done = await try_once()
+        if done is None:
+            with self.waits.listed(what, (task_name,)):
+                while done is None:
+                    await self._wait(changes, ticket, deadline, what, ready, ANY_TASK)
+                    ticket = changes.ticket()
+                    done = await try_once()
+        return done[0]
 
     def _needed(self, full: NoRoom) -> Ready:
-        """The room that a step has to wait for; InvalidInput if there can never be so much."""
+        """The room that a step has to wait for; InvalidInput if there can never be that much."""
         for limit, needed, unit in (
             (self.settings.max_groups, full.groups, "groups"),
             (self.settings.max_bytes, full.bytes, "bytes"),
@@ -227,6 +214,21 @@ class Session:
                 ) from full
         return Ready(room_groups=full.groups, room_bytes=full.bytes)
 
+    async def _wait(
+        self, changes: Changes, ticket: int, deadline: Deadline, what: str, ready: Ready | None, tasks: Collection[str]
+    ) -> None:
+        """Until something changed, the next deadline of an owner passed, or our own time is up."""
+        reaped = await self.storage.reap()
+        if reaped.returned:
+            return
+        left_s = deadline.left_s()
+        if left_s == 0:
+            assert deadline.timeout_s is not None
+            raise WaitTimeout(what, deadline.timeout_s, await self.explain())
+        # An owner that came after this look has no deadline in it: look again within the time of a lease.
+        ends = [seconds for seconds in (left_s, reaped.next_s, self.lease_s) if seconds is not None]
+        await changes.wait(ticket, min(ends) if ends else None, lambda: self.storage.watch(ready), tasks)
+
     @property
     def produced(self) -> frozenset[str] | None:
         """The tasks that managers produce with this buffer; None without a manager."""
@@ -236,7 +238,7 @@ class Session:
 
     @contextmanager
     def asking(self, wants: Mapping[str, int]) -> Iterator[None]:
-        """Within this block producers of this buffer work for nobody but the caller, who waits for this batch."""
+        """Within this block producers of this buffer work only for the caller, who waits for this batch."""
         self._asked.append(wants)
         try:
             yield
@@ -249,67 +251,59 @@ class Session:
         for wants in self._asked:
             await self.check_can_come(wants)
         if is_news:
-            self.nudge()  # perhaps those who wait for a batch wait in vain
+            self.nudge()  # perhaps waits for a batch are in vain
+
+    def accepted(self) -> None:
+        """Prompts found room."""
+        self._refused = None
 
     async def check_can_come(self, wants: Mapping[str, int]) -> None:
         """InvalidConfig if a batch is not there and can never be.
 
         That is: a producer of this buffer found no room for its next prompt, nothing is in flight, leased, or buffered
-        to be generated again, what is buffered is not enough, and nobody else waits to take any of it: it belongs to
-        the tasks of this batch (also those of which it wants none) or to tasks that nobody produces.
+        to be generated again, the buffered groups are not enough, and nobody else waits to take any of them: they
+        belong to the tasks of this batch (also those of which it wants none) or to tasks that nobody produces.
         """
         if self._refused is None:
             return
         task_name, prompts = self._refused
-        ledger = await self.storage.ledger()
-        if any(line["in_flight"] or line["leased"] for line in ledger.values()):
+        summary = await self.storage.summary()
+        needed = self._needed_by_next(summary, wants, task_name, prompts)
+        if needed is None:
             return
-        # What nobody produces is not drawn again, and nobody waits for it.
-        tasks = [name for name in ledger if self.produced is None or name in self.produced]
-        others = ledger if self.storage.shared else tasks
-        if any(ledger[name]["buffered"] for name in others if name not in wants):
-            return
-        again = await self.storage.count_statuses(tasks, (Status.INIT, Status.EXPIRED, Status.ABORTED))
-        available = await self.storage.available(list(wants), Status.COMPLETED)
-        if any(any(counts.values()) for counts in again.values()) or all(
-            available[name] >= n for name, n in wants.items()
-        ):
-            return
-        sizes = (await self.storage.account(task_name)).sizes
-        needed = sum(reservation(facts, sizes, self.settings) for facts in prompts)
-        usage = await self.storage.usage()
-        if fits(usage, self.settings, max(1, len(prompts)), needed) or await self.storage.ledger() != ledger:
-            return
-        there = ", ".join(f"{available[name]} of {n} groups of task {name!r}" for name, n in wants.items() if n > 0)
+        there = ", ".join(
+            f"{summary.task(name).fresh.get(Status.COMPLETED, 0)} of {n} groups of task {name!r}"
+            for name, n in wants.items()
+            if n > 0
+        )
         raise InvalidConfig(
             f"a batch can never be complete: {there} are there, nothing is in flight or leased, and the next prompt "
             f"({needed:,} bytes with its responses) finds no room; "
-            f"{report.capacity(usage, self.settings, ledger, self.produced)}. Raise the limit, or ask for less"
+            f"{explain.capacity(summary, self.settings, self.produced)}. Raise the limit, or ask for less"
         )
 
-    async def _wait(self, changes: Changes, ticket: int, deadline: Deadline, what: str, ready: Ready | None) -> None:
-        """Until something changed, the next deadline of a holder passed, or our own time is up."""
-        reaped = _NONE_REAPED if self.storage.reaps_itself else await self.storage.reap()
-        if reaped.returned:
-            return
-        left_s = deadline.left_s()
-        if left_s == 0:
-            assert deadline.timeout_s is not None
-            raise WaitTimeout(what, deadline.timeout_s, await self.explain())
-        # A holder that came after this look has no deadline in it: look again within a lease's time.
-        ends = [seconds for seconds in (left_s, reaped.next_s, self.lease_s) if seconds is not None]
-        await changes.wait(ticket, min(ends) if ends else None, lambda: self.storage.watch(ready))
+    def _needed_by_next(
+        self, summary: Summary, wants: Mapping[str, int], task_name: str, prompts: Sequence[Facts]
+    ) -> int | None:
+        """The bytes that the next prompt needs, if a batch can never come; None if it may."""
+        lines = summary.ledger()
+        if any(line["in_flight"] or line["leased"] for line in lines.values()):
+            return None
+        # Groups that nobody produces are not drawn again, and nobody waits for them.
+        produced = [name for name in lines if self.produced is None or name in self.produced]
+        others = lines if self.storage.shared else produced
+        if any(lines[name]["buffered"] for name in others if name not in wants):
+            return None
+        if any(summary.task(name).statuses.get(status, 0) for name in produced for status in DRAWABLE):
+            return None
+        if all(summary.task(name).fresh.get(Status.COMPLETED, 0) >= n for name, n in wants.items()):
+            return None
+        sizes = summary.task(task_name).account.sizes
+        needed = sum(reservation(facts, sizes, self.settings) for facts in prompts)
+        return None if fits(summary.usage, self.settings, max(1, len(prompts)), needed) else needed
 
     async def explain(self) -> str:
         """What is being waited for, what there is of it, and who holds the rest."""
-        ledger = await self.storage.ledger()
-        return report.explanation(
-            self.waits,
-            asyncio.get_running_loop().time(),
-            ledger,
-            await self.storage.count_statuses(list(ledger), list(Status)),
-            await self.storage.holdings(),
-            await self.storage.usage(),
-            self.settings,
-            self.produced,
-        )
+        summary = await self.storage.summary(holdings=True)
+        now = asyncio.get_running_loop().time()
+        return explain.explanation(self.waits, now, summary, self.settings, self.produced)

@@ -1,8 +1,8 @@
 """Waiting without polling, and saying what for.
 
-A waiter takes a ticket, looks at the storage, and if it does not find what it needs waits for a change after its
-ticket. The storage's listener turns every change into one wake-up, from whatever thread. Waits are listed while
-they last, so that `explain_wait` can tell what they are for.
+A waiter takes a ticket, reads the storage, and, if it does not find what it needs, waits for a change after its
+ticket. The storage's listener turns every change into one wake-up of the waiters of the tasks that changed, from any
+thread. Waits are listed while they last, so that `explain_wait` can name them.
 """
 
 from __future__ import annotations
@@ -15,57 +15,73 @@ from contextlib import contextmanager, suppress
 
 from forebay.errors import BufferClosed
 
-__all__ = ["Changes", "Heartbeat", "Wait", "Waits"]
+__all__ = ["ANY_TASK", "Changes", "Heartbeat", "Wait", "Waits"]
 
 log = logging.getLogger(__name__)
 
+ANY_TASK: frozenset[str] = frozenset()
+"""The tasks of a waiter that any change may concern, and of a change that may concern any waiter."""
+
 
 class Changes:
-    """Wakes those who wait for a change of the storage. Belongs to one event loop; `notify` is for any thread."""
+    """Wakes waiters when the storage changed. Belongs to one event loop; `notify` is for any thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._thread = threading.get_ident()
-        self._seen = 0
+        self._all = 0  # changes
+        self._any = 0  # changes that concern every waiter
+        self._by_task: dict[str, int] = {}
         self._closed = False
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], Collection[str]] = {}
 
-    @property
-    def ticket(self) -> int:
-        """Take it before looking; whatever changes afterwards ends the wait."""
-        return self._seen
+    def ticket(self, tasks: Collection[str] = ANY_TASK) -> int:
+        """Take it before looking; a later change of these tasks ends the wait."""
+        if not tasks:
+            return self._all
+        return self._any + sum(self._by_task.get(task_name, 0) for task_name in tasks)
 
-    def notify(self, tasks: Collection[str] = ()) -> None:
+    def notify(self, tasks: Collection[str] = ANY_TASK) -> None:
+        """Wake the waiters of these tasks."""
         if self._loop.is_closed():
             return  # nobody can be waiting there any more
         if threading.get_ident() == self._thread:
-            self._wake()
+            self._wake(tasks)
         else:
             with suppress(RuntimeError):  # it was closed just now
-                self._loop.call_soon_threadsafe(self._wake)
+                self._loop.call_soon_threadsafe(self._wake, tasks)
 
-    def _wake(self) -> None:
-        self._seen += 1
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+    def _wake(self, tasks: Collection[str]) -> None:
+        self._all += 1
+        if not tasks:
+            self._any += 1
+        for task_name in tasks:
+            self._by_task[task_name] = self._by_task.get(task_name, 0) + 1
+        for waiter, wanted in list(self._waiters.items()):
+            if not tasks or not wanted or any(task_name in wanted for task_name in tasks):
+                del self._waiters[waiter]
+                if not waiter.done():
+                    waiter.set_result(None)
 
     def close(self) -> None:
         """End every wait, now and later, with BufferClosed."""
         self._closed = True
-        self._wake()
+        self._wake(ANY_TASK)
 
     async def wait(
-        self, ticket: int, timeout_s: float | None, watch: Callable[[], asyncio.Future[None] | None] | None = None
+        self,
+        ticket: int,
+        timeout_s: float | None,
+        watch: Callable[[], asyncio.Future[None] | None] | None = None,
+        tasks: Collection[str] = ANY_TASK,
     ) -> None:
-        """Until something changed after the ticket, or for `timeout_s`.
+        """Until one of these tasks changed after the ticket, or for `timeout_s`.
 
-        `watch` begins what has the storage tell of changes, if it has to be asked to; if that fails, so does the wait.
+        `watch` has the storage report changes, if it has to be asked to; if that fails, so does the wait.
         """
-        if self._seen == ticket and not self._closed:
+        if self.ticket(tasks) == ticket and not self._closed:
             waiter = self._loop.create_future()
-            self._waiters.add(waiter)
+            self._waiters[waiter] = tasks
             watching = None if watch is None else watch()
             try:
                 if watching is not None:
@@ -77,18 +93,18 @@ class Changes:
                 else:
                     await asyncio.wait((waiter,), timeout=timeout_s)
             finally:
-                self._waiters.discard(waiter)
+                self._waiters.pop(waiter, None)
                 waiter.cancel()
                 if watching is not None:
                     watching.cancel()
         else:
-            await asyncio.sleep(0)  # whoever causes changes by looking at them must not keep the loop from others
+            await asyncio.sleep(0)  # an attempt that itself causes changes must not keep the loop from others
         if self._closed:
             raise BufferClosed("the buffer was closed while this call was waiting; nothing was taken")
 
 
 class Wait:
-    """One wait under way."""
+    """One wait in progress."""
 
     def __init__(self, what: str, tasks: Collection[str], since: float) -> None:
         self.what = what
@@ -97,7 +113,7 @@ class Wait:
 
 
 class Waits:
-    """The waits under way, oldest first."""
+    """The waits in progress, oldest first."""
 
     def __init__(self) -> None:
         self._waits: dict[int, Wait] = {}
@@ -110,6 +126,7 @@ class Waits:
 
     @contextmanager
     def listed(self, what: str, tasks: Collection[str]) -> Iterator[None]:
+        """List a wait while the block runs."""
         wait = Wait(what, tasks, asyncio.get_running_loop().time())
         self._waits[id(wait)] = wait
         try:
@@ -119,7 +136,7 @@ class Waits:
 
 
 class Heartbeat:
-    """Calls `beat` every `interval_s` from a thread of its own, so that a busy event loop keeps its leases."""
+    """Calls `beat` every `interval_s` from a dedicated thread, so that a busy event loop keeps its leases."""
 
     def __init__(self, beat: Callable[[], None], interval_s: float) -> None:
         self._beat = beat
@@ -133,10 +150,10 @@ class Heartbeat:
             try:
                 self._beat()
             except Exception:
-                # One beat that fails is no reason to lose every lease; the next one may come through.
+                # One failed heartbeat is no reason to lose every lease; the next one may arrive.
                 log.warning("heartbeat_failed", exc_info=True)
 
     def stop(self) -> None:
-        """Stop beating, and wait for a beat that is under way."""
+        """Stop the heartbeat, and wait for one in progress."""
         self._stop.set()
         self._thread.join()

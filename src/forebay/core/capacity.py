@@ -18,7 +18,6 @@ from forebay.core.record import Facts
 from forebay.core.rollout import Status
 from forebay.errors import NoRoom
 
-
 __all__ = [
     "EXPECT_GROUP_BYTES",
     "MAX_SIZES",

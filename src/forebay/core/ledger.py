@@ -9,7 +9,7 @@ groups. A storage keeps the counts in step with its rows and asks here before it
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 import msgspec
@@ -246,7 +246,7 @@ class GroupEnd(msgspec.Struct, frozen=True, gc=False):
 LedgerLine: TypeAlias = "dict[str, int]"
 
 
-def close_line(account: Account, places: dict[Place, int], *, tokens: bool = False) -> LedgerLine:
+def close_line(account: Account, places: Mapping[Place, int], *, tokens: bool = False) -> LedgerLine:
     """The ledger of one task, in groups or in generated tokens; the latter has `reset` as well."""
     ended = account.ended_tokens if tokens else account.ended
     line = {str(place): places.get(place, 0) for place in (Place.IN_FLIGHT, Place.BUFFERED, Place.LEASED)}
@@ -256,7 +256,9 @@ def close_line(account: Account, places: dict[Place, int], *, tokens: bool = Fal
     return {"issued": account.issued, **line}
 
 
-def open_ledger(account: Account, places: dict[Place, int], tokens: dict[Place, int], task_name: str) -> Iterator[str]:
+def open_ledger(
+    account: Account, places: Mapping[Place, int], tokens: Mapping[Place, int], task_name: str
+) -> Iterator[str]:
     """Where the ledger of a task does not close, in groups and in tokens."""
     for unit, line in (("groups", close_line(account, places)), ("tokens", close_line(account, tokens, tokens=True))):
         held = sum(line.values()) - line["issued"]

@@ -25,6 +25,7 @@ from forebay.core.references import REFERENCE_BYTES, Resolved, is_reference
 from forebay.errors import InvalidGroup, InvalidInput, UnsupportedPayload
 
 __all__ = [
+    "DRAWABLE",
     "ISSUED_FIELDS",
     "MAX_DEPTH",
     "MAX_DIMENSIONS",
@@ -73,6 +74,10 @@ class Status(enum.StrEnum):
 
     # Statuses key every index and counter; Enum's own hash is a Python call and costs ten times as much.
     __hash__ = str.__hash__
+
+
+DRAWABLE = (Status.INIT, Status.EXPIRED, Status.ABORTED)
+"""Groups of these statuses are generated (again), in this order: restored prompts, then expired, then aborted ones."""
 
 
 class SampleParams(msgspec.Struct, kw_only=True, frozen=True, gc=False):

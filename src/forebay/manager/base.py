@@ -13,9 +13,10 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.internal import internals
 from forebay.buffer.lease import Lease
 from forebay.core.aio import in_thread, see_through
-from forebay.core.ledger import LedgerLine
+from forebay.core.ledger import Clock, LedgerLine
 from forebay.core.rollout import Status
 from forebay.core.staleness import staleness
 from forebay.core.validate import whole_number
@@ -64,6 +65,7 @@ class Manager:
         whole_number("sync_weights_interval", sync_weights_interval, least=1)
         self.storage_retry_s = positive_seconds("storage_retry_s", storage_retry_s)
         self.replay_buffer = replay_buffer
+        self._internals = internals(replay_buffer)
         self.sync_weights_interval = sync_weights_interval
         self.tasks = check_tasks([tasks] if isinstance(tasks, Task) else tasks, replay_buffer, sync_weights_interval)
         self.progress = ProduceProgress({name: task.weight for name, task in self.tasks.items()})
@@ -73,9 +75,7 @@ class Manager:
         self._closed = False
         self._leased: set[int] = set()  # steps whose batch was handed out
         self._seen: dict[str, Figures] = {}
-        replay_buffer.produces(self, self.tasks)
-        for name, task in self.tasks.items():
-            task.strategy.figures(name)  # its limits hold from now on, also for what is handed out before it produces
+        self._internals.produces(self, self.tasks)
 
     @property
     def model_step(self) -> int:
@@ -149,7 +149,7 @@ class Manager:
             raise too_many_rejections(name, "groups", self.tasks[name].strategy.last_error(name))
         self.progress.skip_task(name, leased=self._leased)
         log.warning("task_skipped task=%s: filters reject all of its groups; tried again with newer weights", name)
-        self.replay_buffer.nudge()
+        self._internals.nudge()
 
     def _spare(self, sizes: Mapping[str, int]) -> int | None:
         """How many groups a task may have in flight beyond its target and over-issue, because filters reject some.
@@ -171,6 +171,18 @@ class Manager:
                 "could fill it, and the others would wait for ever; raise max_groups"
             )
         return max(0, limit - sum(most.values())) // len(active)
+
+    async def _set_clocks(self, train_step: int | None = None) -> None:
+        """Set the limits of all tasks, and their clock if it is given; expire groups that are too old by them."""
+        limits = {name: task.strategy.limits for name, task in self.tasks.items()}
+        await self._internals.advance(
+            {
+                name: Clock(train_step=train_step, model_step=self.model_step, limits=limit)
+                for name, limit in limits.items()
+            }
+        )
+        summary = await self._internals.summary(self.tasks)
+        await self._internals.expiry.expire(name for name in self.tasks if summary.task(name).due)
 
     def _is_stopped(self) -> bool:
         return self._closed
@@ -279,7 +291,7 @@ class Manager:
         else:
             self.progress.undo_consume(train_step)
         self._set_clock()
-        self.replay_buffer.nudge()
+        self._internals.nudge()
         log.info("step_acknowledged train_step=%d ok=%s", train_step, began)
 
     def _set_clock(self) -> None:
@@ -290,8 +302,8 @@ class Manager:
 
     async def _store_step(self) -> int:
         """The latest train step that this manager's tasks were asked for, in this run or an earlier one."""
-        steps = await self.replay_buffer.train_steps()
-        return max((steps.get(name, 0) for name in self.tasks), default=0)
+        summary = await self._internals.summary(self.tasks)
+        return max((summary.task(name).account.train_step or 0 for name in self.tasks), default=0)
 
     async def _refuse_store_ahead(self, train_step: int, model_step: int) -> None:
         """At the first step of a run: StoreAhead if the store was trained further.
@@ -304,7 +316,7 @@ class Manager:
         step = await self._store_step()
         if step > train_step and (
             any(self._is_too_old(task, model_step, step) for task in self.tasks.values())
-            or not await self.replay_buffer.others_hold()
+            or not await self._others_hold()
         ):
             raise StoreAhead(
                 f"train step {train_step} with weights of step {model_step} was asked for, but this store has handed "
@@ -312,7 +324,13 @@ class Manager:
                 f"store back to its weights; or continue from here: start at train step {step + 1} with "
                 f"model_step={step} (disaggregated: continue_produce({step})); or begin with a new store"
             )
+        await self._set_clocks()
         self._met_store = True
+
+    async def _others_hold(self) -> bool:
+        """Whether other users of the storage hold groups (they may be dead since less than their `lease_s`)."""
+        holdings = (await self._internals.summary((), holdings=True)).holdings
+        return any(holding.owner != self.replay_buffer.owner for holding in holdings)
 
     @staticmethod
     def _is_too_old(task: Task, model_step: int, train_step: int) -> bool:
@@ -335,7 +353,7 @@ class Manager:
         whole_number("model_step", model_step, least=0)
         self._refuse_to_skip(model_step)
         await self._patiently(
-            lambda: self.replay_buffer.save_with(
+            lambda: self._internals.save(
                 path,
                 model_step=model_step,
                 prompts_only=no_save_replay_buffer,
@@ -378,7 +396,7 @@ class Manager:
         saved = await in_thread(lambda: _manifest_of(path))  # looked at before anything is changed
         self._read_saved(saved, path)
         await self._compare_data(saved)
-        manifest = await self.replay_buffer.resume_with(path)
+        manifest = await self._internals.resume(path)
         model_step, progress, loops = self._read_saved(manifest, path)
         gone = self.progress.load_state(progress)
         for name, state in loops.items():
@@ -468,11 +486,10 @@ class Manager:
 
     async def _explain_tasks(self) -> str:
         lines = [self._describe()]
+        summary = await self._internals.summary(self.tasks)
         for name, task in self.tasks.items():
             owed = self.progress.owed(name, self.progress.target_upto)
-            available = await self.replay_buffer.produced(name)
-            trained = (await self.replay_buffer.ledger()).get(name, {}).get("trained", 0)
-            missing = max(0, trained + owed - available)
+            missing = max(0, summary.task(name).line()["trained"] + owed - summary.task(name).produced)
             lines.append(
                 f"task {name!r}: {missing} groups missing of {owed} owed up to step {self.progress.target_upto}; "
                 f"{task.strategy.in_flight(name)} in flight here"
@@ -491,8 +508,8 @@ class Manager:
     async def shutdown(self) -> None:
         """Stop producing; what is in flight is back in the buffer when this returns. The buffer stays open."""
         self._closed = True
-        self.replay_buffer.produces(self, ())
-        self.replay_buffer.nudge()
+        self._internals.produces(self, ())
+        self._internals.nudge()
         await self._close_strategies()
 
     async def __aenter__(self) -> Self:

@@ -100,18 +100,15 @@ class AgentLoopManager(Manager):
 
     async def _attempt(self, batch_size: int, train_step: int) -> Lease | None:
         sizes = self.progress.plan(batch_size, train_step)
-        await self.replay_buffer.refresh_staleness(
-            task_stale_thresholds={name: task.strategy.stale_threshold for name, task in self.tasks.items()},
-            current_train_step=train_step,
-        )
+        await self._set_clocks(train_step)
         wants = {name: groups for name, groups in sizes.items() if groups}
-        with self.replay_buffer.asking(sizes):
+        with self._internals.asking(sizes):
             complete = await self._produce(sizes, lambda name, line: self._target(sizes[name], line))
         self._check_open()
         await self._pause_strategies(self.tasks)
         if not complete:
             return None
-        return await self.replay_buffer.try_lease(wants, train_step=train_step)
+        return await self._internals.try_lease(wants, train_step)
 
     def _target(self, groups: int, line: LedgerLine) -> int | None:
         # What others hold, also this manager's for another step, is not there for this one.
@@ -121,7 +118,7 @@ class AgentLoopManager(Manager):
         """Before the first step changes anything: a store that was trained further, or drawn from another data set."""
         if not self._met_store:
             for name, task in self.tasks.items():
-                await task.sampler.compare_data(name, *await self.replay_buffer.position(name))
+                await task.sampler.compare_data(name, *await self._internals.position(name))
             await self._refuse_store_ahead(train_step, model_step)
 
     def _refuse_what_is_too_old(self, train_step: int, model_step: int) -> None:

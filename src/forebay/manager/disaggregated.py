@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.claims import LeaseAttempt
 from forebay.buffer.lease import Lease
 from forebay.core.aio import Deadline, see_through
-from forebay.core.ledger import LedgerLine
-from forebay.core.record import Row
+from forebay.core.ledger import Clock, LedgerLine
 from forebay.core.validate import whole_number
 from forebay.errors import BufferClosed, InvalidInput, ProducerStopped, WaitTimeout
 from forebay.manager.base import Manager
@@ -98,18 +98,18 @@ class DisaggregatedAgentLoopManager(Manager):
                 await self._clean_up()
             finally:
                 ended.set_result(None)
-                self.replay_buffer.nudge()
+                self._internals.nudge()
 
     async def _produce_round(self, batch_size: int) -> None:
         """Fill one more step; at the bound, or in a pause, wait until there is something to do."""
         if self.producer_state is ProducerState.PAUSED:
-            await self.replay_buffer.until(self._when_not_paused, "continue_produce", list(self.tasks))
+            await self._internals.until(self._when_not_paused, "continue_produce", list(self.tasks))
             return
         model_step, future = self.model_step, self.progress.producer_future_step
         next_step = self.progress.next_consumer_step
         upto = min(future, self.bound)
         if upto < next_step or self._is_behind():
-            await self.replay_buffer.until(
+            await self._internals.until(
                 lambda: self._when_moved(model_step, next_step),
                 f"newer weights than those of step {model_step}",
                 list(self.tasks),
@@ -122,7 +122,7 @@ class DisaggregatedAgentLoopManager(Manager):
         if upto == future:
             self.progress.skip_to(future + 1)
             return
-        await self.replay_buffer.until(
+        await self._internals.until(
             lambda: self._when_missing(model_step, upto),
             f"newer weights than those of step {model_step}, or something to replace",
             list(self.tasks),
@@ -155,10 +155,10 @@ class DisaggregatedAgentLoopManager(Manager):
     async def _when_missing(self, model_step: int, upto: int) -> bool | None:
         if self.model_step != model_step or self._is_stopped() or self.bound > upto:
             return True
+        summary = await self._internals.summary(self.tasks)
         for name in self.tasks:
-            available = await self.replay_buffer.produced(name)
-            target = self._target(name, (await self.replay_buffer.ledger()).get(name, {}), upto)
-            if target is not None and available < target:
+            target = self._target(name, summary.task(name).line(), upto)
+            if target is not None and summary.task(name).produced < target:
                 return True
         return None
 
@@ -194,7 +194,7 @@ class DisaggregatedAgentLoopManager(Manager):
         self.progress.skip_to(train_step)
         self._asked = max(self._asked, train_step)
         self._set_clock()
-        self.replay_buffer.nudge()  # the producer may owe more than before
+        self._internals.nudge()  # the producer may owe more than before
         deadline = Deadline(timeout_s)
         lease: Lease | ProduceStatus | None = None
         while lease is None:
@@ -210,16 +210,15 @@ class DisaggregatedAgentLoopManager(Manager):
     ) -> Lease | ProduceStatus | None:
         """The batch of a step as it is planned; None if it is planned otherwise now."""
         wants = {name: groups for name, groups in sizes.items() if groups}
-        claim, grant = await self.replay_buffer.lease_attempt(wants, train_step=train_step)
+        lease = self._internals.lease_attempt(wants, train_step)
 
-        async def attempt() -> dict[str, list[Row]] | ProduceStatus | bool | None:
+        async def attempt() -> LeaseAttempt | ProduceStatus | bool | None:
             self._check_open()
             self._check_failure()  # at once, not when what it left has been used up
             if self.progress.planned[train_step].sizes != sizes:
                 return False
-            claimed = await claim()
-            if claimed is not None:
-                return claimed
+            if await lease.claim():
+                return lease
             if self._is_behind():
                 return ProduceStatus.EXPIRED_BATCH
             self._check_producer()
@@ -228,12 +227,12 @@ class DisaggregatedAgentLoopManager(Manager):
         names = ", ".join(f"{groups} of task {name!r}" for name, groups in wants.items())
         what = f"the batch of train step {train_step}: {names}"
         try:
-            found = await self.replay_buffer.until(attempt, what, list(wants), timeout_s=deadline.left_s(), wants=sizes)
+            found = await self._internals.until(attempt, what, list(wants), timeout_s=deadline.left_s(), wants=sizes)
         except WaitTimeout as late:
             explanation = f"{late.explanation}\n{await self._explain_tasks()}"
             raise WaitTimeout(what, deadline.timeout_s or 0.0, explanation) from late.__cause__
-        if isinstance(found, dict):
-            return await grant(found)
+        if isinstance(found, LeaseAttempt):
+            return await found.grant()
         return found if isinstance(found, ProduceStatus) else None
 
     def _check_failure(self) -> None:
@@ -280,8 +279,9 @@ class DisaggregatedAgentLoopManager(Manager):
         self.steps.model_step = model_step
         if not self.progress.begun:
             self.progress.skip_to(model_step + 1)  # a run that starts from weights of a later step
+        await self._patiently(lambda: self._internals.advance(dict.fromkeys(self.tasks, Clock(model_step=model_step))))
         self.producer_state = ProducerState.RUNNING
-        self.replay_buffer.nudge()
+        self._internals.nudge()
         log.info("weights_updated model_step=%d", model_step)
 
     async def resume(self, path: str | os.PathLike[str]) -> int:

@@ -15,8 +15,8 @@ import msgspec
 
 from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.internal import internals
 from forebay.core.rollout import RolloutState, Status
-from forebay.core.staleness import Limits
 from forebay.core.validate import whole_number
 from forebay.errors import InvalidDataset, InvalidInput
 from forebay.produce.inflight import Steps, Works
@@ -96,7 +96,6 @@ async def evaluate(
         buffer,
         judge,
         Timeouts() if timeouts is None else timeouts,
-        Limits(None, None, True),
         partial=False,
         max_tries=whole_number("max_tries", max_tries, least=1),
         tail_after=2**62,
@@ -115,10 +114,10 @@ async def evaluate(
         if broken is not None:
             raise broken
         groups = await drawing.draw_again(records, name, own=False)
-        drawn, _ = await buffer.position(name)
+        drawn, _ = await internals(buffer).position(name)
         while drawn < records and (room := most - works.in_flight - len(groups)) > 0:
             groups += await drawing.draw(min(records - drawn, room), name, (), own=False)
-            drawn, _ = await buffer.position(name)
+            drawn, _ = await internals(buffer).position(name)
         for group in groups:
             started.add(group[0].group_id or 0)
             works.start(group, agent_loop, steps)
@@ -130,7 +129,7 @@ async def evaluate(
     try:
         if paused:
             await agent_loop.resume()
-        await buffer.until(step, f"{records} records of {name!r} to be answered", (name,))
+        await internals(buffer).until(step, f"{records} records of {name!r} to be answered", (name,))
     finally:
         try:
             await works.stop()

@@ -21,9 +21,11 @@ import msgspec
 
 from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.internal import internals
 from forebay.core.aio import RESOLUTION_S, see_through
+from forebay.core.ledger import Place
+from forebay.core.record import Record
 from forebay.core.rollout import RolloutState, Status, group_status
-from forebay.core.staleness import EXPIRABLE, Limits, expire_members
 from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, InvalidInput, LostLease
 from forebay.produce.judge import Judge, Judged, fail_judging, set_aside
 from forebay.produce.members import (
@@ -85,7 +87,6 @@ class Works:
         buffer: ReplayBuffer,
         judge: Judge,
         timeouts: Timeouts,
-        limits: Limits,
         *,
         partial: bool,
         max_tries: int,
@@ -105,10 +106,9 @@ class Works:
         self.pausing = False
         self.overdue = False  # a pause cancels what did not end in time
         self.pauses = 0  # asked for so far
-        self._buffer = buffer
+        self._internals = internals(buffer)
         self._judge = judge
         self._timeouts = timeouts
-        self._limits = limits
         self._partial = partial
         self._max_tries = max_tries
         self._tail_after = tail_after
@@ -200,7 +200,7 @@ class Works:
             returning.add_done_callback(self._ended)
         error = None if task.cancelled() else task.exception()
         self.broken = self.broken or error
-        self._buffer.nudge()
+        self._internals.nudge()
 
     async def stop(self) -> None:
         """Cancel everything; all of it is back in the buffer when this returns, also if the caller is cancelled."""
@@ -556,8 +556,8 @@ class Works:
         members, error = back.members, None
         for resort in ("as it is", "without those that are refused", "without any"):
             try:
-                await self._buffer.put(
-                    members, self.task_name, model_step=back.model_step, current_train_step=back.train_step
+                (record,) = await self._internals.put(
+                    (members,), self.task_name, model_step=back.model_step, train_step=back.train_step
                 )
             except (LostLease, BufferClosed, DuplicateGroup) as gone:
                 # Someone else has it, the buffer gave back all that was in flight, or a put that failed was done.
@@ -573,17 +573,8 @@ class Works:
                 members = refused_members(members, back.issued, error, everyone=everyone)
                 settle_tries(members, back.issued, self._max_tries)
             else:
-                back.tell(members, self._status_of(members, back.train_step), error)
+                back.tell(members, _status_of(record), error)
                 return
-
-    def _status_of(self, members: Sequence[RolloutState], train_step: int | None) -> Status | None:
-        """As what a group that was put is in the buffer; None if it was too old, and went."""
-        status = group_status(members)
-        if train_step is None or status not in EXPIRABLE:
-            return status
-        if expire_members(members, self._limits.floors(train_step)) is None:
-            return status
-        return Status.EXPIRED if self._limits.retryable else None
 
     def _count(self, outcome: Outcome) -> None:
         self.figures.count(outcome)
@@ -604,6 +595,12 @@ class Works:
             self.stragglers.discard(outcome.group_id)
             self._suspects.pop(outcome.group_id, None)
             self._aside.pop(outcome.group_id, None)
+
+
+def _status_of(record: Record) -> Status | None:
+    """The status of a group that was put; None if it was too old, and left at once."""
+    ended = record.place is not Place.BUFFERED and record.status not in (Status.FAILED, Status.FILTERED)
+    return None if ended else record.status
 
 
 def look_at(future: asyncio.Future[Any]) -> None:

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import msgspec
-from msgspec.structs import asdict
 
 from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.internal import internals
 from forebay.core.aio import DATA, RESOLUTION_S, see_through
-from forebay.core.ledger import LedgerLine, Place
-from forebay.core.rollout import Status
+from forebay.core.ledger import Clock, End, Place
+from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.staleness import Limits, stale_threshold, staleness
 from forebay.core.validate import checked_task, whole_number
 from forebay.errors import (
@@ -32,7 +32,6 @@ from forebay.errors import (
     InvalidInput,
     TooManyFailures,
     TooManyRejections,
-    WaitTimeout,
 )
 from forebay.produce.filters import Filter
 from forebay.produce.inflight import STAGES, Stage, Steps, Works, look_at
@@ -42,12 +41,11 @@ from forebay.produce.progress import Progress, default_progress
 from forebay.produce.settings import Budgets, Timeouts
 from forebay.produce.stats import Figures
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
+from forebay.storage.base import TaskSummary
 
 __all__ = ["AsyncProduceStrategy", "ProduceStrategy", "Production", "SyncProduceStrategy", "too_many_rejections"]
 
 log = logging.getLogger(__name__)
-
-_WAITING = (Status.INIT, Status.EXPIRED, Status.ABORTED)
 
 
 class Production(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,6 +116,7 @@ class ProduceStrategy:
         ):
             raise InvalidConfig(f"over_sample_threshold is {over_sample_threshold!r}; expected a number from 0")
         self.replay_buffer = replay_buffer
+        self._internals = internals(replay_buffer)
         self.over_sample_threshold = over_sample_threshold
         self.enable_partial_rollout = bool(enable_partial_rollout)
         self.sync_weights_interval = whole_number("sync_weights_interval", sync_weights_interval, least=1)
@@ -152,6 +151,11 @@ class ProduceStrategy:
                 "expire before any of its tokens is masked; lower it"
             )
         self._tasks: dict[str, _Task] = {}
+
+    @property
+    def limits(self) -> Limits:
+        """How old the groups of a task may grow."""
+        return Limits(self.stale_threshold, self.token_stale_threshold, self.tail_batch_trigger_size >= 0)
 
     @property
     def reach(self) -> int:
@@ -248,12 +252,11 @@ class ProduceStrategy:
         began, works, task_name = loop.time(), task.works, task.works.task_name
         pauses = works.pauses
         await works.bring_back()
-        line = await self._line(task)
-        await self.replay_buffer.refresh_staleness(
-            task_stale_thresholds={task_name: self.stale_threshold}, current_train_step=steps.train_step
-        )
+        await self._set_clock(task, steps.train_step)
+        summary = await self._summary(task)
         if target is None:
-            target = line.get("trained", 0) + line.get("leased", 0) + batch_size
+            line = summary.line()
+            target = line["trained"] + line["leased"] + batch_size
         if task.told.get(agent_loop) != steps.model_step and not agent_loop.takes_weights_while_running:
             await agent_loop.weights_loaded(steps.model_step)
             task.told[agent_loop] = steps.model_step
@@ -263,16 +266,17 @@ class ProduceStrategy:
             await self._resume(task, agent_loop)
         if works.pauses == pauses and not stopped():  # else a pause came meanwhile, and this call ends at once
             works.end_pause()
-        plan = await self._plan(task, batch_size)
-        agent_loop.outage.on_change = self.replay_buffer.nudge
+        plan = await self._plan(task, batch_size, summary)
+        agent_loop.outage.on_change = self._internals.nudge
         started = 0
 
         async def step() -> Production | None:
-            nonlocal started, plan
+            nonlocal started
             while True:
                 self._check(works)
                 skip = works.exhausted and self.budgets.when_exhausted == "skip"
-                available = await self._available(task_name)
+                summary = await self._summary(task)
+                available = summary.produced
                 enough = not self._should_continue(available, target)
                 self.progress.update(task_name, available, target, works.in_flight, works.figures)
                 if enough or skip or works.pausing or agent_loop.paused or stopped():  # another task may pause the loop
@@ -297,39 +301,49 @@ class ProduceStrategy:
                 if missing <= 0 and not agent_loop.outage.take_probe():
                     return None
                 missing = max(1, missing)
-                begun = await self._start(task, agent_loop, sampler, missing, plan.statuses, steps)
+                begun = await self._start_again(task, agent_loop, sampler, missing, plan.statuses, steps, summary)
                 if not begun:
                     begun = await self._start(task, agent_loop, sampler, missing, (), steps)
                     if not begun and not len(works):
                         # Groups that wait for a tail must not keep the buffer full forever.
-                        begun = await self._start(task, agent_loop, sampler, missing, _WAITING, steps)
+                        begun = await self._start_again(task, agent_loop, sampler, missing, DRAWABLE, steps, summary)
                     if not begun:
                         return None  # there is no room: wait for some
                 started += begun
 
         what = f"task {task_name!r} to have {target} groups completed, leased or trained"
-        production = await self.replay_buffer.until(step, what, (task_name,))
+        production = await self._internals.until(step, what, (task_name,))
         if production.exhausted:
             works.rejections_in_a_row = 0  # the next call tries again
         if not self.leaves_work_running or production.exhausted:
             if works.pausing:
                 await works.wait(self.timeouts.pause_timeout_s)  # whoever pauses brings them in
             await self._stop(task)
-        await self._line(task)
         log.info(
             "batch_produced task=%s complete=%s available=%d target=%d started=%d seconds=%.3f",
             task_name, production.complete, production.available, target, started, production.seconds,
         )  # fmt: skip
         return production
 
-    async def _line(self, task: _Task) -> LedgerLine:
-        """The ledger of a task; what was discarded is counted there, whoever did it."""
-        line = (await self.replay_buffer.ledger()).get(task.works.task_name, {})
-        discarded = line.get("discarded", 0)
+    async def _set_clock(self, task: _Task, train_step: int) -> None:
+        """Set the limits of a task in the storage, advance its clock, and expire groups that are too old by them."""
+        name, limits = task.works.task_name, self.limits
+        await self._internals.advance({name: Clock(train_step=train_step, limits=limits)})
+        summary = await self._summary(task)
+        if summary.due:
+            await self._internals.expiry.expire((name,))
+        if not limits.retryable and summary.statuses.get(Status.EXPIRED, 0):
+            await self._internals.expiry.drop_expired(name)  # left from a time when they could be retried
+
+    async def _summary(self, task: _Task) -> TaskSummary:
+        """The counts of a task; groups that anybody discarded are counted in its figures."""
+        name = task.works.task_name
+        summary = (await self._internals.summary((name,))).task(name)
+        discarded = summary.account.ended.get(End.DISCARDED, 0)
         if task.discarded is None:
             task.discarded = discarded
         task.works.figures.discarded = discarded - task.discarded
-        return line
+        return summary
 
     async def _resume(self, task: _Task, agent_loop: AgentLoop) -> None:
         """Let go on what this task paused, and the loop that it is to use now, whoever paused that."""
@@ -338,6 +352,21 @@ class ProduceStrategy:
         for paused in list(task.paused):
             await paused.resume()
             task.paused.pop(paused, None)
+
+    async def _start_again(
+        self,
+        task: _Task,
+        agent_loop: AgentLoop,
+        sampler: SamplerWithReplayBuffer,
+        missing: int,
+        again: Sequence[Status],
+        steps: Steps,
+        summary: TaskSummary,
+    ) -> int:
+        """Draw and start up to `missing` groups of the statuses, if there are any; how many."""
+        if not summary.due and not any(summary.statuses.get(status, 0) for status in again):
+            return 0
+        return await self._start(task, agent_loop, sampler, missing, again, steps)
 
     async def _start(
         self,
@@ -381,10 +410,7 @@ class ProduceStrategy:
         if again:
             groups = await sampler.draw_again(missing, works.task_name, again, own=False)
         else:
-            try:
-                groups = await sampler.draw(missing, works.task_name, (), timeout_s=0, own=False)
-            except WaitTimeout:
-                return 0
+            groups = await sampler.try_draw(missing, works.task_name, (), own=False)
         if works.pausing:
             await works.give_back(groups)
             return 0
@@ -393,15 +419,15 @@ class ProduceStrategy:
             works.start(group, agent_loop, steps)
         return len(groups)
 
-    async def _plan(self, task: _Task, batch_size: int) -> Plan:
-        works = task.works
-        counts = (await self.replay_buffer.count_statuses((works.task_name,), _WAITING))[works.task_name]
-        unjudged = await self._unjudged(works.task_name) if counts[Status.ABORTED] else 0
-        await self._look_for_stragglers(task)
-        aborted = counts[Status.ABORTED] - unjudged
+    async def _plan(self, task: _Task, batch_size: int, summary: TaskSummary) -> Plan:
+        works, counts = task.works, summary.statuses
+        aborted = counts.get(Status.ABORTED, 0)
+        unjudged = await self._unjudged(works.task_name) if aborted else 0
+        await self._look_for_stragglers(task, waiting=any(counts.get(status, 0) for status in DRAWABLE))
+        aborted -= unjudged
         return make_plan(
             trigger=self.tail_batch_trigger_size,
-            waiting=waiting_again(counts[Status.EXPIRED], aborted, partial=self.enable_partial_rollout),
+            waiting=waiting_again(counts.get(Status.EXPIRED, 0), aborted, partial=self.enable_partial_rollout),
             straggling=bool(works.stragglers),
             partial=self.enable_partial_rollout or bool(unjudged),
             budget=over_issue(self.over_sample_threshold, batch_size),
@@ -412,22 +438,19 @@ class ProduceStrategy:
         query = {"task_name": task_name, "place": Place.BUFFERED, "status": Status.ABORTED, "unjudged": 1}
         return len(await self.replay_buffer.query(query))
 
-    async def _look_for_stragglers(self, task: _Task) -> None:
-        """Those that an earlier run left, once; and those that left by another door are stragglers no longer."""
+    async def _look_for_stragglers(self, task: _Task, *, waiting: bool) -> None:
+        """Find stragglers of an earlier run, once; forget those that left the buffer otherwise."""
         works = task.works
         query: dict[str, Any] = {"task_name": works.task_name, "place": {"$in": [Place.BUFFERED, Place.IN_FLIGHT]}}
         if not task.recalled:
-            waiting = await self.replay_buffer.query(query | {"status": {"$in": list(_WAITING)}})
-            works.stragglers |= {record.group_id for record in waiting if record.attempt >= self.tail_after}
+            if waiting:
+                found = await self.replay_buffer.query(query | {"status": {"$in": list(DRAWABLE)}})
+                works.stragglers |= {record.group_id for record in found if record.attempt >= self.tail_after}
             task.recalled = True
         elif works.stragglers:
             some = sorted(works.stragglers)[:1000]
             there = await self.replay_buffer.query(query | {"group_id": {"$in": some}})
-            works.stragglers -= {*some} - {record.group_id for record in there if record.status in _WAITING}
-
-    async def _available(self, task_name: str) -> int:
-        """A: buffered COMPLETED + leased + trained, as of one moment."""
-        return await self.replay_buffer.produced(task_name)
+            works.stragglers -= {*some} - {record.group_id for record in there if record.status in DRAWABLE}
 
     def _should_continue(self, available: int, target: int) -> bool:
         if self.should_continue_fn is not None:
@@ -486,7 +509,7 @@ class ProduceStrategy:
         loop = asyncio.get_running_loop()
         works, began = task.works, loop.time()
         works.begin_pause()
-        self.replay_buffer.nudge()
+        self._internals.nudge()
         await self._end_drawing(task, self.timeouts.pause_timeout_s)
         agent_loops = works.agent_loops
         task.paused.update(dict.fromkeys(agent_loops))
@@ -538,7 +561,7 @@ class ProduceStrategy:
         tasks = list(self._tasks.values())
         for task in tasks:
             task.works.begin_pause()
-        self.replay_buffer.nudge()
+        self._internals.nudge()
         for task in tasks:
             await self._stop(task)
 
@@ -620,14 +643,11 @@ class ProduceStrategy:
     def _task(self, task_name: str) -> _Task:
         task = self._tasks.get(task_name)
         if task is None:
-            limits = Limits(self.stale_threshold, self.token_stale_threshold, self.tail_batch_trigger_size >= 0)
-            self.replay_buffer.set_limits(checked_task(task_name), **asdict(limits))
             works = Works(
-                task_name,
+                checked_task(task_name),
                 self.replay_buffer,
                 self.judge,
                 self.timeouts,
-                limits,
                 partial=self.enable_partial_rollout,
                 max_tries=self.max_tries,
                 tail_after=self.tail_after,

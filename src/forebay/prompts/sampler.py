@@ -22,11 +22,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 from msgspec.structs import replace
 
 from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.internal import Issued, internals
 from forebay.core.aio import DATA, Turns, in_thread, see_through
 from forebay.core.fingerprint import Fingerprint, SourceState, differences, pack_state, unpack_state
 from forebay.core.issued import remember_prompt
 from forebay.core.record import number_rollouts
-from forebay.core.rollout import RolloutState, Status, carries_response
+from forebay.core.rollout import DRAWABLE, RolloutState, Status, carries_response
 from forebay.core.validate import checked_task, whole_number
 from forebay.errors import (
     BufferClosed,
@@ -39,20 +40,16 @@ from forebay.errors import (
     InvalidRecord,
     LostLease,
     UnsupportedPayload,
-    WaitTimeout,
 )
 from forebay.prompts.records import Tokenize, ToRolloutState, as_answer, build_prompt, independent, without_response
 from forebay.prompts.sources import LoaderSource, Source, open_source
 
-__all__ = ["RETRYABLE", "Sampler", "SamplerWithReplayBuffer", "check_sampler"]
+__all__ = ["Sampler", "SamplerWithReplayBuffer", "check_sampler"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Groups: TypeAlias = list[list[RolloutState]]
-
-RETRYABLE = (Status.INIT, Status.EXPIRED, Status.ABORTED)
-"""What is drawn before the data set: prompts restored from a checkpoint, then what expired, then what was stopped."""
 
 _ISSUED_AT_ONCE = 64
 """Prompts that are built before the event loop gets its turn."""
@@ -348,8 +345,10 @@ class SamplerWithReplayBuffer(_OverDataset):
 
     def _bind(self, replay_buffer: ReplayBuffer) -> None:
         self.replay_buffer = replay_buffer
+        self._internals = internals(replay_buffer)
         self._turns = Turns()
         self._read_ahead: tuple[int, bytes | None, _Drawn] | None = None
+        self._positions: dict[str, tuple[int, int, bytes | None]] = {}  # restores of the buffer, cursor, state
         self._bad_in_a_row = 0
         self._compared: set[str] = set()  # tasks whose position was compared before anything was drawn again
 
@@ -360,7 +359,7 @@ class SamplerWithReplayBuffer(_OverDataset):
         sampler._bind(replay_buffer)
         return sampler
 
-    async def sample(self, task_name: str, statuses: Sequence[Status] = RETRYABLE) -> list[RolloutState]:
+    async def sample(self, task_name: str, statuses: Sequence[Status] = DRAWABLE) -> list[RolloutState]:
         """One group, in flight from now on; waits for room."""
         return (await self.draw(1, task_name, statuses))[0]
 
@@ -368,7 +367,7 @@ class SamplerWithReplayBuffer(_OverDataset):
         self,
         n: int,
         task_name: str,
-        statuses: Sequence[Status] = RETRYABLE,
+        statuses: Sequence[Status] = DRAWABLE,
         *,
         timeout_s: float | None = None,
         own: bool = True,
@@ -381,13 +380,19 @@ class SamplerWithReplayBuffer(_OverDataset):
         whole_number("n", n, least=1)
 
         async def attempt() -> Groups | None:
-            return await self._draw(n, task_name, statuses, new=True, own=own) or None
+            return await self.try_draw(n, task_name, statuses, own=own) or None
 
         what = f"room to draw {n} groups of task {task_name!r}"
-        return await self.replay_buffer.until(attempt, what, (task_name,), timeout_s=timeout_s)
+        return await self._internals.until(attempt, what, (task_name,), timeout_s=timeout_s)
+
+    async def try_draw(
+        self, n: int, task_name: str, statuses: Sequence[Status] = DRAWABLE, *, own: bool = True
+    ) -> Groups:
+        """As `draw`, without waiting: maybe none."""
+        return await self._draw(n, task_name, statuses, new=True, own=own)
 
     async def draw_again(
-        self, n: int, task_name: str, statuses: Sequence[Status] = RETRYABLE, *, own: bool = True
+        self, n: int, task_name: str, statuses: Sequence[Status] = DRAWABLE, *, own: bool = True
     ) -> Groups:
         """Up to n groups of these statuses, in flight from now on; maybe none. Never waits."""
         return await self._draw(n, task_name, statuses, new=False, own=own)
@@ -398,9 +403,9 @@ class SamplerWithReplayBuffer(_OverDataset):
         try:
             if statuses:
                 if task_name not in self._compared:
-                    await self.compare_data(task_name, *await self.replay_buffer.position(task_name))
+                    await self.compare_data(task_name, *await self._internals.position(task_name))
                     self._compared.add(task_name)
-                redrawn = await self.replay_buffer.redraw(n, task_name, statuses)
+                redrawn = await self._internals.redraw(n, task_name, statuses)
                 drawn += await self._without_bad(redrawn, task_name)
             if new:
                 async with self._turns():
@@ -418,27 +423,22 @@ class SamplerWithReplayBuffer(_OverDataset):
 
     async def _issue(self, n: int, task_name: str) -> Groups | None:
         """Up to n groups of the data set, as many as there is room for; None if there is none."""
-        room = await self.replay_buffer.room()
-        if room == 0:
-            return None
-        n = min(n, _ISSUED_AT_ONCE, n if room is None else room)
-        if self.replay_buffer.bounded_bytes or isinstance(self._prompts.source, LoaderSource):
-            n = 1  # only trying tells whether it fits; a loader has its state between two records
+        n = min(n, _ISSUED_AT_ONCE)
+        if isinstance(self._prompts.source, LoaderSource):
+            n = 1  # a loader has its state between two records
         while True:
-            cursor, state = await self.replay_buffer.position(task_name)
+            known = self._positions.get(task_name)
+            cursor, state = await self._position(task_name)
             drawn = await self._read(cursor, n, state, task_name)
             try:
                 issued = await self._write(drawn, cursor, task_name)
             except CursorMoved as moved:
-                if isinstance(self._prompts.source, LoaderSource):
+                self._positions.pop(task_name, None)
+                if isinstance(self._prompts.source, LoaderSource) and known is None:
                     raise InvalidDataset(
                         f"another producer drew from task {task_name!r} at the same moment, and the data set is an "
                         "iterable loader, which has one producer per task; use a map-style data set for several"
                     ) from moved
-            except WaitTimeout:
-                if n == 1:
-                    return None
-                n = 1  # others took some of the room
             except UnsupportedPayload as error:
                 if n == 1:
                     refused = InvalidRecord(drawn.indexes[0], f"cannot be stored: {error}")
@@ -447,34 +447,50 @@ class SamplerWithReplayBuffer(_OverDataset):
                     self._read_ahead = (cursor, state, drawn._replace(groups=groups))
                 n = 1
             else:
+                if not issued.taken:
+                    return None
+                after = state if drawn.state is None else drawn.state
+                self._positions[task_name] = (self._internals.restores, cursor + issued.taken, after)
                 self._read_ahead = None
-                return issued
+                if issued.taken < len(drawn.groups):
+                    rest = _Drawn(drawn.groups[issued.taken :], drawn.indexes[issued.taken :], None)
+                    self._read_ahead = (cursor + issued.taken, after, rest)
+                return issued.groups
+
+    async def _position(self, task_name: str) -> tuple[int, bytes | None]:
+        """Where the next prompt of a task is, as this sampler left it; another producer may have moved it since."""
+        known = self._positions.get(task_name)
+        if known is not None and known[0] == self._internals.restores:
+            return known[1:]
+        cursor, state = await self._internals.position(task_name)
+        self._positions[task_name] = (self._internals.restores, cursor, state)
+        return cursor, state
 
     async def _read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
-        """The next groups; those that were read and not issued are not read again."""
-        if self._read_ahead is None or self._read_ahead[:2] != (cursor, state) or len(self._read_ahead[2].groups) < n:
+        """Up to n of the next groups: those that were read and not issued, or newly read ones."""
+        if self._read_ahead is None or self._read_ahead[:2] != (cursor, state) or not self._read_ahead[2].groups:
             self._read_ahead = (cursor, state, await self._prompts.read(cursor, n, state, task_name))
         drawn = self._read_ahead[2]
         groups = [[member.__copy__() for member in group] for group in drawn.groups[:n]]
         return drawn._replace(groups=groups)
 
-    async def _write(self, drawn: _Drawn, cursor: int, task_name: str) -> Groups:
-        """Issue groups, if there is room now. It is seen through: what a cancelled draw wrote goes back."""
+    async def _write(self, drawn: _Drawn, cursor: int, task_name: str) -> Issued:
+        """Issue the groups that there is room for. It is seen through: groups of a cancelled draw go back."""
         issuing = asyncio.ensure_future(
-            self.replay_buffer.issue(drawn.groups, task_name, cursor=cursor, source_state=drawn.state, timeout_s=0)
+            self._internals.issue(drawn.groups, task_name, cursor=cursor, source_state=drawn.state)
         )
         cancelled = await see_through(issuing)
         if cancelled is None and not issuing.cancelled():
             return issuing.result()
         if not issuing.cancelled():
-            await self._return([] if issuing.exception() else issuing.result(), task_name)
+            await self._return([] if issuing.exception() else issuing.result().groups, task_name)
         else:
             # The loop shuts down, and the store may have done it nevertheless, which the position tells.
             await _finish(self._return_issued(drawn.groups, cursor, task_name))
         raise cancelled or asyncio.CancelledError
 
     async def _return_issued(self, groups: Groups, cursor: int, task_name: str) -> None:
-        now, _ = await self.replay_buffer.position(task_name)
+        now, _ = await self._internals.position(task_name)
         for group_id, group in enumerate(groups, cursor):
             for member in group:
                 member.group_id = group_id

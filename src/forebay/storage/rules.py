@@ -15,6 +15,7 @@ from forebay.core.capacity import Settings, Usage, fits, reservation, reserved_a
 from forebay.core.ledger import Account, Event, Place, check_closed, take_event
 from forebay.core.record import NO_TAGS, Facts, Record
 from forebay.core.rollout import Status
+from forebay.core.staleness import NO_LIMITS
 from forebay.errors import DuplicateGroup, InvalidInput, LostLease
 from forebay.storage.base import Arrival, Claim, Content, Purpose
 
@@ -30,9 +31,11 @@ __all__ = [
     "duplicate_in_put",
     "ended_record",
     "fitting",
+    "is_used",
     "lost_lease",
     "nacked_record",
     "new_record",
+    "restored_accounts",
     "returned_record",
     "revised_record",
     "rewound_record",
@@ -221,8 +224,8 @@ def drawn_by_hand(task_name: str, group_id: int) -> DuplicateGroup:
 def lost_lease(lost: int, groups: int, lease_id: str) -> LostLease:
     """The error for settling groups that a lease no longer holds."""
     return LostLease(
-        f"{lost} of {groups} groups of lease {lease_id} were taken away (its holder was thought dead, or the buffer was "
-        "closed or restored): nothing was settled, and these groups are handed out again"
+        f"{lost} of {groups} groups of lease {lease_id} were taken away (its holder was thought dead, or the buffer "
+        "was closed or restored): nothing was settled, and these groups are handed out again"
     )
 
 
@@ -260,6 +263,21 @@ def copied(account: Account) -> Account:
     return replace(account, **changes)
 
 
+def is_used(accounts: Mapping[str, Account]) -> bool:
+    """Whether groups were ever issued to a storage; clocks and limits alone do not count."""
+    return any(account.issued for account in accounts.values())
+
+
+def restored_accounts(saved: Mapping[str, Account], present: Mapping[str, Account]) -> dict[str, Account]:
+    """The accounts of a storage that a stream is restored into; limits that were set there before stay."""
+    accounts = {task_name: copied(account) for task_name, account in saved.items()}
+    for task_name, before in present.items():
+        account = accounts.setdefault(task_name, copied(before))
+        if before.limits != NO_LIMITS:
+            account.limits = before.limits
+    return accounts
+
+
 class StreamCheck:
     """Checks the rows of a stream that is restored: in order, each identity once, ledgers closed at the end.
 
@@ -276,10 +294,7 @@ class StreamCheck:
 
     def row(self, record: Record) -> None:
         """Check the next row."""
-        if (
-            not self._last_uid < record.uid < self._next_uid
-            or record.timestamp_id >= self._next_timestamp_id
-        ):
+        if not self._last_uid < record.uid < self._next_uid or record.timestamp_id >= self._next_timestamp_id:
             raise InvalidInput(
                 f"row {record.uid} does not follow row {self._last_uid} below {self._next_uid}; nothing restored"
             )

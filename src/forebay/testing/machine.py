@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.internal import internals
 from forebay.buffer.lease import Lease
 from forebay.core.ledger import GroupEnd, Place
 from forebay.core.policy import ReplayPolicy, StalenessReplayPolicy
@@ -249,11 +250,13 @@ class BufferMachine(RuleBasedStateMachine):
     def open(self) -> None:
         self.buffer = ReplayBuffer(self.policy, self.storage, max_groups=self.model.max_groups, on_group_end=self.hear)
         for task, (threshold, token_threshold) in self.model.thresholds.items():
-            self.buffer.set_limits(
-                task,
-                stale_threshold=threshold,
-                token_stale_threshold=token_threshold,
-                retryable=self.model.retryable[task],
+            self.run(
+                self.buffer.set_limits(
+                    task,
+                    stale_threshold=threshold,
+                    token_stale_threshold=token_threshold,
+                    retryable=self.model.retryable[task],
+                )
             )
 
     async def hear(self, event: GroupEnd) -> None:
@@ -270,11 +273,11 @@ class BufferMachine(RuleBasedStateMachine):
     def issue(self, task: str, n: int) -> None:
         cursor = self.model.cursor[task]
         prompts = [[RolloutState(message=[{"content": f"{task}:{cursor + i}"}]) for _ in range(2)] for i in range(n)]
-        issue = self.buffer.issue(prompts, task, cursor=cursor, timeout_s=0)
-        if not self.model.has_room(n):
-            self.expect(WaitTimeout, issue)
-            return
-        for i, group in enumerate(self.run(issue)):
+        issued = self.run(internals(self.buffer).issue(prompts, task, cursor=cursor))
+        while not self.model.has_room(n):
+            n -= 1
+        assert issued.taken == len(issued.groups) == n
+        for i, group in enumerate(issued.groups):
             assert [(state.group_id, state.attempt) for state in group] == [(cursor + i, 1)] * 2
             drawn = ModelGroup(task, cursor + i, [Member(Status.INIT, []) for _ in range(2)], "in_flight")
             drawn.attempt = 1
@@ -411,7 +414,7 @@ class BufferMachine(RuleBasedStateMachine):
     def redraw(self, task: str, n: int) -> None:
         self.model.expire_due(task)
         expected = self.model.in_order(task, *RETRIES, by_group=True)[:n]
-        groups = self.run(self.buffer.redraw(n, task))
+        groups = self.run(internals(self.buffer).redraw(n, task))
         for group in expected:
             group.place = "in_flight"
             group.attempt += 1

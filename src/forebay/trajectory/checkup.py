@@ -19,7 +19,7 @@ from forebay.checkpoint.files import FileOps
 from forebay.checkpoint.publish import MANIFEST
 from forebay.doctor import Finding, Level
 from forebay.errors import CheckpointError, DamagedData, InvalidInput, InvalidTrajectory, StorageError
-from forebay.storage.sqlite.place import holder_of
+from forebay.storage.sqlite.lock import holder_of
 from forebay.trajectory.catalogue import NAME, Catalogue
 from forebay.trajectory.checkpoint import (
     MAIN,

@@ -21,7 +21,7 @@ from forebay.checkpoint.files import FileOps
 from forebay.checkpoint.publish import MANIFEST, read_manifest
 from forebay.core.dtypes import BFLOAT16
 from forebay.errors import CheckpointError, DamagedData, InvalidInput, StorageError, StorageInUse
-from forebay.storage.sqlite.place import ProcessLock, holder_of
+from forebay.storage.sqlite.lock import ProcessLock, holder_of
 from forebay.trajectory.catalogue import NAME
 from forebay.trajectory.checkpoint import Contents, find_directories, open_contents, part_names
 from forebay.trajectory.data import STRING, dotted

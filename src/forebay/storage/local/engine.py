@@ -2,8 +2,8 @@
 
 `Engine` decides what may move, who may move it and what is counted; a `Table` only finds, keeps and counts rows. Every
 method is synchronous, so each is one step on an event loop, and returns or notes the tasks that changed: `changed` is
-taken by the storage around the engine, which makes the change durable and calls the listeners. `_keep`, `_status_of` and
-`_handed` are the places where the payload matters. Use an engine from one event loop.
+taken by the storage around the engine, which makes the change durable and calls the listeners. `_keep`, `_status_of`
+and `_handed` are the places where the payload matters. Use an engine from one event loop.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from forebay.storage.rules import (
     fitting,
     lost_lease,
     new_record,
+    restored_accounts,
     revised_record,
     same_settings,
 )
@@ -58,14 +59,10 @@ Chosen = list[tuple[str, Status, list[Row]]]
 
 
 class Engine:
-    """Rows, accounts and owners of one storage. `durable`: trained groups are archived until their weights are saved."""
+    """Rows, accounts and owners. `durable`: trained groups are archived until their weights are saved."""
 
     def __init__(
-        self,
-        make_table: Callable[[Settings], Table],
-        *,
-        durable: bool = False,
-        clock: Callable[[], float] = time.time,
+        self, make_table: Callable[[Settings], Table], *, durable: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
         self.clock = clock
         # Setting the wall clock must not end leases; a clock that a test gives serves for both.
@@ -103,7 +100,7 @@ class Engine:
     ) -> None:
         """Replace rows and accounts by restored ones."""
         self.table, self.archived = table, archived
-        self.accounts = {task_name: copied(account) for task_name, account in accounts.items()}
+        self.accounts = restored_accounts(accounts, self.accounts)
         self.next_uid, self.next_timestamp_id = next_uid, next_timestamp_id
         self._change(accounts)
 
@@ -496,11 +493,11 @@ class Engine:
         applied = []
         for revision in revisions:
             row = self.table.get(revision.uid)
-            record = None if row is None else row.record
-            if row is None or record is None or record.revision != revision.revision or record.place is not Place.BUFFERED:
+            if row is None or row.record.revision != revision.revision or row.record.place is not Place.BUFFERED:
                 applied.append(False)
                 continue
             applied.append(True)
+            record = row.record
             self._change((record.task_name,))
             if revision.content is None:
                 target = check_move(Event.STALE, record.place)

@@ -15,16 +15,16 @@ from itertools import islice
 from operator import itemgetter
 from typing import Any
 
+from forebay.core.capacity import Usage
 from forebay.core.ledger import Place
 from forebay.core.policy import Order, order_key
 from forebay.core.query import Pins
 from forebay.core.record import Record, Row, is_fresh
 from forebay.core.rollout import Status
 from forebay.core.staleness import EXPIRABLE, Floors
-from forebay.core.capacity import Usage
 from forebay.storage.local.engine import Engine
-from forebay.storage.local.storage import LocalStorage
 from forebay.storage.local.sorted_keys import SortedKeys
+from forebay.storage.local.storage import LocalStorage
 from forebay.storage.local.table import Table
 
 __all__ = ["MemoryStorage", "MemoryTable"]

@@ -33,7 +33,7 @@ from forebay.storage.base import (
 )
 from forebay.storage.idempotency import Applied, Counted, Done, Kept, Stored
 from forebay.storage.local.engine import Engine
-from forebay.storage.rules import StreamCheck, copied
+from forebay.storage.rules import StreamCheck, copied, is_used
 
 __all__ = ["LocalStorage"]
 
@@ -226,7 +226,7 @@ class LocalStorage(Storage):
             yield row
 
     def _check_empty(self) -> None:
-        if self._engine.accounts or self._engine.table.rows():
+        if is_used(self._engine.accounts):
             raise InvalidInput("a stream is restored into an empty storage; this one has been used; nothing restored")
 
     async def restore(

@@ -231,7 +231,8 @@ class Step:
             groups = statement.value([n for _, n in sizes], "bigint[]")
             statement.parts.append(
                 "sized AS (INSERT INTO sizes AS s (task_name, size, shard, groups) "
-                f"SELECT u.task_name, u.size, {_SHARD}, u.groups FROM unnest({tasks}, {kinds}, {groups}) AS u (task_name, size, groups) "
+                f"SELECT u.task_name, u.size, {_SHARD}, u.groups "
+                f"FROM unnest({tasks}, {kinds}, {groups}) AS u (task_name, size, groups) "
                 "ON CONFLICT (task_name, size, shard) DO UPDATE SET groups = s.groups + excluded.groups)"
             )
         ends, self._ends = self._ends, []

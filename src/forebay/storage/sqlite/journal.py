@@ -1,90 +1,118 @@
 """What changed in memory and is not on disk yet.
 
-The table of a SQLite store is the one of MemoryStorage without payloads: it notes every row that changes, and the
-storage hands the notes to the writer, which makes them last.
+The table of a SQLite store is the one of MemoryStorage without payloads. Table, engine and outbox note every change in
+one journal, and the storage hands the journal to the writer, which writes it in one transaction.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from typing import Any, cast
+import time
+from collections.abc import Callable, Sequence
 
-import msgspec
-
+from forebay.codec.frame import encode_end
+from forebay.core.capacity import Settings
+from forebay.core.ledger import GroupEnd
 from forebay.core.policy import Order
 from forebay.core.record import Record, Row
 from forebay.core.rollout import Group
+from forebay.storage.base import Content
+from forebay.storage.local.engine import Engine
 from forebay.storage.local.memory import MemoryTable
+from forebay.storage.local.outbox import Outbox
+from forebay.storage.local.table import Table
+from forebay.storage.sqlite.schema import summary_of
 
-__all__ = ["Journal", "JournalTable", "State", "payload_of"]
+__all__ = ["ON_DISK", "Journal", "JournalTable", "JournaledEngine", "Payload"]
 
 ON_DISK: Group = ()
+"""The payload of a row whose samples are on disk."""
+
+Payload = tuple[bytes, str]
+"""A frame and the summary of its samples."""
 
 
 class Journal:
-    """What changed in memory since it was last handed to the writer."""
+    """Changes since the journal was last handed to the writer."""
 
     def __init__(self) -> None:
         self.records: dict[int, Record | None] = {}  # None: removed
-        self.frames: dict[int, bytes] = {}
-        self.summaries: dict[int, str] = {}
+        self.payloads: dict[int, Payload] = {}
         self.ends: dict[int, bytes | None] = {}  # None: removed
 
     def __bool__(self) -> bool:
         return bool(self.records) or bool(self.ends)
 
+    def take(self) -> Journal:
+        """The changes until now; this journal is empty afterwards."""
+        taken = Journal()
+        taken.records, self.records = self.records, taken.records
+        taken.payloads, self.payloads = self.payloads, taken.payloads
+        taken.ends, self.ends = self.ends, taken.ends
+        return taken
+
+    @property
+    def bytes(self) -> int:
+        """The size of the frames that are to be written."""
+        return sum(len(frame) for frame, _ in self.payloads.values())
+
 
 class JournalTable(MemoryTable):
     """The indexes of memory without payloads; every change is noted."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, journal: Journal) -> None:
         super().__init__(order)
-        self.journal = Journal()
+        self._journal = journal
 
     def add(self, row: Row) -> None:
-        super().add(self._noted(row))
+        self._journal.records[row.record.uid] = row.record
+        super().add(Row(row.record, ON_DISK))
 
     def replace(self, old: Record, row: Row) -> None:
-        super().replace(old, self._noted(row))
+        self._journal.records[row.record.uid] = row.record
+        super().replace(old, Row(row.record, ON_DISK))
 
     def remove(self, records: Sequence[Record]) -> None:
         super().remove(records)
         for record in records:
-            self.journal.records[record.uid] = None
-            self.journal.frames.pop(record.uid, None)
-
-    def _noted(self, row: Row) -> Row:
-        uid = row.record.uid
-        self.journal.records[uid] = row.record
-        if isinstance(row.group, Payload):
-            self.journal.frames[uid] = row.group.frame
-            self.journal.summaries[uid] = row.group.summary
-        return Row(row.record, ON_DISK)
+            self._journal.records[record.uid] = None
+            self._journal.payloads.pop(record.uid, None)
 
     def load(self, record: Record) -> None:
-        """A row that is on disk already."""
+        """Add a row that is on disk already."""
         super().add(Row(record, ON_DISK))
 
 
-class Payload(tuple[()]):
-    """Stands in a row for samples that are bytes by now."""
+class _JournaledOutbox(Outbox):
+    def __init__(self, journal: Journal) -> None:
+        super().__init__(bounded=False)
+        self._journal = journal
 
-    frame: bytes
-    summary: str
+    def note(self, end: GroupEnd) -> None:
+        self._journal.ends[self.next_number] = encode_end(end)
+        super().note(end)
+
+    def drop(self, number: int) -> None:
+        if number in self.ends:
+            self._journal.ends[number] = None
+        super().drop(number)
 
 
-def payload_of(frame: bytes, summary: str) -> Group:
-    payload = Payload()
-    payload.frame, payload.summary = frame, summary
-    return cast(Group, payload)
+class JournaledEngine(Engine):
+    """An engine whose changes are noted, payloads as frames."""
 
+    def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
+        self.journal = Journal()
 
-class State(msgspec.Struct):
-    """What a store holds, without payloads."""
+        def make_table(settings: Settings) -> Table:
+            return JournalTable(settings.order, self.journal)
 
-    meta: dict[str, Any]
-    accounts: dict[str, bytes]
-    table: JournalTable
-    archived: deque[int]
-    ends: dict[int, bytes]
+        super().__init__(make_table, durable=True, clock=clock)
+        self.outbox = _JournaledOutbox(self.journal)
+
+    def _keep(self, record: Record, content: Content) -> Group:
+        assert content.frame is not None
+        self.journal.payloads[record.uid] = (content.frame, summary_of(content.group))
+        return ON_DISK
+
+    def _handed(self, rows: list[Row]) -> list[Row]:
+        return rows  # their payloads are read from disk, for the caller alone

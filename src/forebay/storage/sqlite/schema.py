@@ -25,7 +25,7 @@ from forebay.errors import DamagedData, UnreadableData
 
 __all__ = ["COLUMNS", "SCHEMA_VERSION", "create", "record_of", "summary_of", "upsert_sql", "values_of"]
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION_ID = 0x46424159  # "FBAY"
 
 COLUMNS = Record.__struct_fields__

@@ -1,9 +1,9 @@
-"""The one connection that writes, in a thread of its own.
+"""The one connection that writes, in a dedicated thread.
 
-Jobs run in the order in which they were submitted. What waits while a commit is under way shares the next one (group
+Jobs run in the order in which they were submitted. Jobs that wait during a commit share the next one (group
 commit): a job is answered after the transaction that holds it is on disk. A failing transaction is rolled back
 whole, and everything that was built on it fails with it, until `recover` is called: the caller's picture of the
-store is then no longer true, and has to be read anew.
+store is then no longer true, and has to be read again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from forebay.errors import StorageError
+from forebay.storage.sqlite.transaction import Transaction
 
 __all__ = ["Writer"]
 
@@ -28,7 +29,7 @@ _CHECKPOINT_BYTES = 4 * 2**20
 
 
 class _Job:
-    def __init__(self, work: Callable[[sqlite3.Connection], Any], *, alone: bool, always: bool, size: int) -> None:
+    def __init__(self, work: Callable[[Transaction], Any], *, alone: bool, always: bool, size: int) -> None:
         self.work = work
         self.size = size
         self.alone = alone or always
@@ -52,7 +53,7 @@ class Writer:
         return self._opened
 
     def submit(
-        self, work: Callable[[sqlite3.Connection], T], *, alone: bool = False, always: bool = False, size: int = 0
+        self, work: Callable[[Transaction], T], *, alone: bool = False, always: bool = False, size: int = 0
     ) -> Future[T]:
         """Run work, which writes about `size` bytes, inside a transaction.
 
@@ -72,7 +73,7 @@ class Writer:
         self._failure = None
 
     def close(self) -> None:
-        """Finish what was submitted, then close the connection. Waits."""
+        """Finish all submitted jobs, then close the connection. Waits."""
         self._queue.put(None)
         self._thread.join()
 
@@ -92,7 +93,7 @@ class Writer:
             connection.close()
 
     def _step(self, connection: sqlite3.Connection) -> bool:
-        """One transaction of all that waits; False at the end."""
+        """One transaction of all waiting jobs; False at the end."""
         batch: list[_Job] = []
         job = self._queue.get()
         while job is not None and not job.alone:
@@ -112,7 +113,8 @@ class Writer:
         if self._failure is None:
             try:
                 connection.execute("BEGIN IMMEDIATE")
-                results = [job.work(connection) for job in batch]
+                transaction = Transaction(connection)
+                results = [job.work(transaction) for job in batch]
                 connection.execute("COMMIT")
             except BaseException as error:
                 self._failure = _failed(error)
@@ -138,7 +140,7 @@ class Writer:
         try:
             if self._failure is not None and not job.always:
                 raise self._failure
-            job.future.set_result(job.work(connection))
+            job.future.set_result(job.work(Transaction(connection)))
         except sqlite3.Error as error:
             job.future.set_exception(_failed(error))
         except BaseException as error:

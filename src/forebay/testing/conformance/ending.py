@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from forebay.core.capacity import Settings
 from forebay.core.ledger import End, Event, GroupEnd
 from forebay.core.query import parse
 from forebay.core.rollout import Status
-from forebay.storage.base import Claim, Purpose, Settings
+from forebay.storage.base import Claim, Purpose
 from forebay.testing.conformance.suite import COMPLETED, ME, OTHER, Store, Suite
 from forebay.testing.samples import make_group
 
@@ -111,7 +112,7 @@ class Ending(Suite):
             await store.storage.note_ends()
             await store.put(make_group(), make_group())
             claim = Claim(wants={"math": 1}, statuses=(COMPLETED,), purpose=Purpose.TAKE, owner=ME)
-            claimed = await store.storage.claim(claim)
+            claimed = (await store.storage.claim(claim)).rows
             assert claimed is not None
             assert len(await noted(store)) == 1
             await store.storage.undo(claim, claimed)

@@ -8,14 +8,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from forebay.core.ledger import Event, Watermark
+from forebay.core.capacity import Settings
+from forebay.core.ledger import Clock, Event
 from forebay.core.policy import StalenessReplayPolicy
 from forebay.core.query import parse
 from forebay.core.record import Row
 from forebay.core.rollout import Status
 from forebay.core.staleness import Limits
 from forebay.errors import DuplicateGroup, InvalidConfig, InvalidInput
-from forebay.storage.base import Revision, Settings
+from forebay.storage.base import Revision
 from forebay.testing.conformance.suite import EXPIRED, ME, OTHER, Store, Suite, arrival, content, raises, uids
 from forebay.testing.samples import make_group
 
@@ -72,7 +73,7 @@ class Looking(Suite):
             await store.lease(1)
             assert await store.storage.discard(parse({"tokens": {"$gte": 2}}), "long") == {"math": 2, "code": 1}
             assert await store.line() == {"issued": 3, "leased": 1, "discarded": 2}
-            assert (await store.storage.account("code")).reasons == {"long": 1}
+            assert (await store.account("code")).reasons == {"long": 1}
 
         self.run(test)
 
@@ -86,7 +87,7 @@ class Looking(Suite):
             assert [record.uid for record in archived] == [record.uid for record in records[2:]]
             assert {record.status for record in archived} == {Status.ARCHIVED}
             assert len(store.storage) == 0
-            assert (await store.storage.usage()).groups == 0
+            assert (await store.usage()).groups == 0
             assert await store.count(Status.ARCHIVED) == 0
             assert await store.line() == {"issued": 4, "trained": 4}
             with raises(DuplicateGroup):
@@ -122,7 +123,7 @@ class Looking(Suite):
             record = (await store.records(place="buffered"))[0]
             revision = Revision(record.uid, record.revision, content(make_group(status=EXPIRED)))
             assert "math" in await after(storage.revise([revision]))
-            assert "math" in await after(storage.set_watermark({"math": Watermark(1, Limits())}))
+            assert "math" in await after(storage.advance({"math": Clock(train_step=9)}))
             assert "math" in await after(storage.discard(parse({}), "no reason"))
             stop()
             heard.clear()
@@ -147,10 +148,10 @@ class Looking(Suite):
             await store.put(make_group(group_id=7), task_name="code")
             await store.issue(2)
             await store.lease(1)
-            await store.storage.set_watermark({"math": Watermark(3, Limits(4))})
+            await store.storage.advance({"math": Clock(train_step=3, limits=Limits(4))})
             snapshot = await store.storage.snapshot()
             before = {record.uid: record for record in await store.records()}
-            ledger = await store.storage.ledger()
+            ledger = (await store.storage.summary()).ledger()
             await store.claim(1)
             await store.put(make_group(group_id=0))
             await store.put(make_group(), task_name="late")
@@ -160,9 +161,9 @@ class Looking(Suite):
             try:
                 await other.restore(snapshot.accounts, snapshot.next_uid, snapshot.next_timestamp_id, snapshot.rows)
                 assert {record.uid: record for record in await other.records(parse({}), None)} == before
-                assert await other.ledger() == ledger
-                assert (await other.account("math")).watermark == Watermark(3, Limits(4))
-                assert (await other.account("math")).cursor == 2
+                assert (await other.summary()).ledger() == ledger
+                account = (await other.summary()).task("math").account
+                assert (account.train_step, account.limits, account.cursor) == (5, Limits(4), 2)
                 (new,) = await other.put([arrival(make_group())], owner=ME)
                 assert new.uid not in before
                 assert new.group_id not in {r.group_id for r in before.values()}
@@ -194,7 +195,7 @@ class Looking(Suite):
                         snapshot.accounts, snapshot.next_uid, snapshot.next_timestamp_id, _stream(stream)
                     )
                 assert await other.records(parse({}), None) == []
-                assert await other.ledger() == {}
+                assert (await other.summary()).ledger() == {}
                 await other.close(ME)
 
         self.run(test)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from forebay.core.capacity import Settings
 from forebay.core.ledger import Place
 from forebay.core.policy import StalenessReplayPolicy
 from forebay.core.rollout import Status
 from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, LostLease
-from forebay.storage.base import Purpose, Settings
+from forebay.storage.base import Purpose
 from forebay.testing.conformance.suite import (
     ABORTED,
     COMPLETED,
@@ -33,7 +34,7 @@ class Producing(Suite):
             records = await store.storage.issue(
                 "math", [content(make_group(status=INIT))], owner=ME, cursor=0, source_state=b"state"
             )
-            account = await store.storage.account("math")
+            account = await store.account()
             assert (account.cursor, account.issued, account.source_state) == (1, 1, b"state")
             assert [(record.group_id, record.place, record.attempt) for record in records] == [(0, Place.IN_FLIGHT, 1)]
             assert records[0].owner == ME
@@ -41,17 +42,26 @@ class Producing(Suite):
             assert len(store.storage) == 0
             with raises(CursorMoved):
                 await store.issue(cursor=0)
-            assert (await store.storage.account("math")).cursor == 1
+            assert (await store.account()).cursor == 1
             assert [record.group_id for record in await store.issue(2, cursor=1)] == [1, 2]
 
         self.run(test)
+
+    def test_prompts_are_issued_as_far_as_there_is_room(self) -> None:
+        async def test(store: Store) -> None:
+            assert [record.group_id for record in await store.issue(5)] == [0, 1, 2]
+            assert (await store.account()).cursor == 3
+            assert await store.issue(2, cursor=3) == []
+            assert await store.line() == {"issued": 3, "in_flight": 3}
+
+        self.run(test, max_groups=3)
 
     def test_a_group_put_by_hand_keeps_its_id_from_being_drawn(self) -> None:
         async def test(store: Store) -> None:
             await store.put(make_group(group_id=1))
             with raises(DuplicateGroup):
                 await store.issue(2, cursor=0)
-            assert (await store.storage.account("math")).cursor == 0
+            assert (await store.account()).cursor == 0
 
         self.run(test)
 
@@ -115,7 +125,7 @@ class Producing(Suite):
             await store.put(make_group(group_id=1, status=Status.FAILED), reason="engine died")
             await store.put(make_group(group_id=2), stale=True, reason="stale")
             assert await store.line() == {"issued": 3, "filtered": 1, "failed": 1, "discarded": 1}
-            reasons = (await store.storage.account("math")).reasons
+            reasons = (await store.account()).reasons
             assert reasons == {"zero std": 1, "engine died": 1, "stale": 1}
             assert await store.records() == []
 

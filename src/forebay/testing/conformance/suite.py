@@ -8,11 +8,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from forebay.core.capacity import Settings, Usage
+from forebay.core.ledger import Account
 from forebay.core.policy import FIFOReplayPolicy, ReplayPolicy
 from forebay.core.query import parse
 from forebay.core.record import Record, Row, Tags, describe
 from forebay.core.rollout import RolloutState, Status
-from forebay.storage.base import Arrival, Claim, Content, Purpose, Settings, Storage
+from forebay.storage.base import Arrival, Claim, Content, Purpose, Storage, TaskSummary
 from forebay.testing.samples import make_group
 
 __all__ = ["Store", "Suite"]
@@ -66,18 +68,30 @@ class Store:
                 **more,
             )
         )
-        assert claimed is not None
-        return claimed[task_name]
+        assert claimed.rows is not None
+        return claimed.rows[task_name]
 
     async def lease(self, n: int, lease_id: str = "lease", **more: Any) -> list[Row]:
         return await self.claim(n, purpose=Purpose.LEASE, lease_id=lease_id, train_step=5, whole=True, **more)
 
     async def count(self, status: Status = COMPLETED, task_name: str = "math") -> int:
-        return (await self.storage.count_statuses([task_name], [status]))[task_name][status]
+        return (await self.summary(task_name)).statuses.get(status, 0)
+
+    async def summary(self, task_name: str = "math") -> TaskSummary:
+        return (await self.storage.summary((task_name,))).task(task_name)
+
+    async def account(self, task_name: str = "math") -> Account:
+        return (await self.summary(task_name)).account
+
+    async def fresh(self, status: Status = COMPLETED, task_name: str = "math") -> int:
+        return (await self.summary(task_name)).fresh.get(status, 0)
+
+    async def usage(self) -> Usage:
+        return (await self.storage.summary(())).usage
 
     async def line(self, task_name: str = "math", *, tokens: bool = False) -> dict[str, int]:
         """The ledger of a task without its zeros; closed, or the test fails."""
-        line = (await self.storage.ledger(tokens=tokens))[task_name]
+        line = (await self.summary(task_name)).line(tokens=tokens)
         assert line["issued"] == sum(line.values()) - line["issued"], f"G1: the ledger of {task_name} is open: {line}"
         return {name: n for name, n in line.items() if n}
 
@@ -119,7 +133,7 @@ class Suite(ABC):
             await storage.open(ME, Settings(order=chosen.order, choose=chosen.choose, **settings), None)
             try:
                 await test(Store(storage))
-                for task_name in await storage.ledger():
+                for task_name in (await storage.summary()).tasks:
                     await Store(storage).line(task_name)
                     await Store(storage).line(task_name, tokens=True)
             finally:

@@ -9,7 +9,7 @@ from forebay.core.ledger import Event, Place
 from forebay.core.policy import StalenessReplayPolicy
 from forebay.core.rollout import Status
 from forebay.errors import LostLease
-from forebay.storage.base import Claim, Claimed, Purpose
+from forebay.storage.base import Claim, Purpose, Rows
 from forebay.testing.conformance.suite import ABORTED, COMPLETED, EXPIRED, INIT, ME, OTHER, Store, Suite, raises, uids
 from forebay.testing.samples import make_group
 
@@ -22,10 +22,10 @@ def wanting(n: int, *statuses: Status, purpose: Purpose = Purpose.TAKE, task_nam
     return Claim(wants=wants, statuses=statuses or (COMPLETED,), purpose=purpose, **{"owner": ME, **lease, **more})
 
 
-async def claimed_by(store: Store, claim: Claim) -> Claimed:
-    claimed = await store.storage.claim(claim)
-    assert claimed is not None
-    return claimed
+async def claimed_by(store: Store, claim: Claim) -> Rows:
+    rows = (await store.storage.claim(claim)).rows
+    assert rows is not None
+    return rows
 
 
 async def without_moves(store: Store, uid: int) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Undoing(Suite):
             end = store.storage.subscribe(told.append)
             await store.storage.undo(claim, claimed)
             end()
-            assert any("math" in tasks for tasks in told), "who waits for groups goes on"
+            assert any("math" in tasks for tasks in told), "waiters for groups continue"
             assert [await without_moves(store, record.uid) for record in records] == before
             assert await store.line() == {"issued": 4, "buffered": 4}
             with raises(LostLease):
@@ -85,14 +85,14 @@ class Undoing(Suite):
             await store.put(*groups, tags={"level": "hard"}, priority=2.0)
             records = await store.records()
             payloads = [await store.storage.read(record.uid) for record in records]
-            usage, tokens = await store.storage.usage(), await store.line(tokens=True)
+            usage, tokens = await store.usage(), await store.line(tokens=True)
             claim = wanting(3)
             claimed = await claimed_by(store, claim)
             assert await store.line() == {"issued": 4, "buffered": 1, "trained": 3}
             await store.storage.undo(claim, claimed)
             await store.storage.undo(claim, claimed)
             assert await store.records() == records, "as if they had never left, in order of uid"
-            assert await store.storage.usage() == usage
+            assert await store.usage() == usage
             assert await store.line() == {"issued": 4, "buffered": 4}
             assert await store.line(tokens=True) == tokens
             assert len(store.storage) == 4
@@ -125,7 +125,7 @@ class Undoing(Suite):
             assert await store.line() == {"issued": 3, "failed": 1, "filtered": 1, "in_flight": 1}
             await store.storage.undo(claim, claimed)
             assert await store.line() == {"issued": 3, "buffered": 3}
-            assert not (await store.storage.account("math")).reasons
+            assert not (await store.account()).reasons
             assert [(r.uid, r.status, r.place) for r in await store.records()] == [
                 (record.uid, status, Place.BUFFERED) for record, status in zip(records, statuses, strict=True)
             ]
@@ -193,7 +193,7 @@ class Undoing(Suite):
             claimed = await claimed_by(store, claim)
             await store.put(make_group(), make_group())
             await store.storage.undo(claim, claimed)
-            assert (await store.storage.usage()).groups == 4
+            assert (await store.usage()).groups == 4
 
         self.run(test, max_groups=2)
 
@@ -216,8 +216,8 @@ class Undoing(Suite):
             assert await store.line() == {"issued": 5, "trained": 1, "failed": 3, "in_flight": 1}
             assert await store.line(tokens=True)
             assert await store.line("code") == {"issued": 1, "failed": 1}
-            assert (await store.storage.account("math")).reasons == {"lost": 2, "gone": 1}
-            assert (await store.storage.usage()).groups == 1
+            assert (await store.account()).reasons == {"lost": 2, "gone": 1}
+            assert (await store.usage()).groups == 1
             with raises(LostLease):
                 await store.storage.settle("lease", [row.record.uid], Event.ACKED)
             with raises(LostLease):

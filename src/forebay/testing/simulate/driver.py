@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.internal import internals
 from forebay.core.ledger import LedgerLine
 from forebay.core.rollout import Status, versioned_tokens
 from forebay.core.staleness import group_staleness
@@ -71,13 +72,13 @@ async def train(
     issued_at: dict[int, int] = {}
     model_step = engine.model_step
     for train_step in range(first_step, first_step + steps):
-        drawn_before, _ = await buffer.position(task_name)
+        drawn_before, _ = await internals(buffer).position(task_name)
         production = await strategy.produce_batch(
             engine, sampler, batch_size, task_name, train_step=train_step, model_step=model_step
         )
         assert production.complete, f"step {train_step} was left at {production.available} of {production.target}"
         pause_s = await strategy.pause(task_name)
-        drawn_after, _ = await buffer.position(task_name)
+        drawn_after, _ = await internals(buffer).position(task_name)
         issued_at |= dict.fromkeys(range(drawn_before, drawn_after), train_step)
         async with buffer.lease_batch({task_name: batch_size}, train_step=train_step, timeout_s=0) as lease:
             groups = lease.groups_by_task[task_name]
@@ -130,5 +131,5 @@ async def check_nothing_lost(buffer: ReplayBuffer, task_name: str, trained: Sequ
     held = [record.group_id for record in await buffer.query({"task_name": task_name}) if record.place != "archived"]
     assert not set(held) & set(trained), f"trained, and still there: {sorted(set(held) & set(trained))}"
     ended = line["filtered"] + line["failed"] + line["discarded"]
-    cursor, _ = await buffer.position(task_name)
+    cursor, _ = await internals(buffer).position(task_name)
     assert len(held) + len(trained) + ended == cursor, f"{cursor} drawn, but {len(held)} held, {len(trained)} trained"

@@ -1,0 +1,274 @@
+"""What samplers, strategies and managers need of a buffer, and users do not.
+
+`internals(buffer)` gives access to it. Everything here follows the same rules as the public methods: one step of the
+storage at a time, waits that explain themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from forebay.buffer.admission import admit, content_of, lost_reason, needs_values, resolve_arrivals, resolve_contents
+from forebay.buffer.claims import Claims, LeaseAttempt
+from forebay.buffer.expiry import Expiry
+from forebay.buffer.lease import Lease
+from forebay.buffer.session import Session
+from forebay.core.ledger import Clock
+from forebay.core.record import Record, Row, Tags, check_tags, identify, present
+from forebay.core.rollout import DRAWABLE, RolloutState, Status
+from forebay.core.staleness import check_step
+from forebay.core.validate import check_group, checked_many, checked_statuses, checked_task, whole_number
+from forebay.errors import InvalidInput
+from forebay.storage.base import Arrival, Content, Summary
+
+if TYPE_CHECKING:
+    from forebay.buffer.buffer import ReplayBuffer
+    from forebay.checkpoint.format import Manifest
+
+__all__ = ["Internals", "internals"]
+
+Groups = list[list[RolloutState]]
+T = TypeVar("T")
+
+_SLICE_GROUPS = 64
+"""Groups that are checked before the event loop gets its turn: a few milliseconds."""
+
+
+class Issued(NamedTuple):
+    """Groups that were issued; `taken` also counts those that ended at once."""
+
+    groups: Groups
+    taken: int
+
+
+class Internals:
+    """The parts of a buffer, and the operations of its producers and managers."""
+
+    def __init__(self, session: Session, expiry: Expiry) -> None:
+        self.session = session
+        self.expiry = expiry
+        self.claims = Claims(session, expiry)
+        self.restores = 0  # positions that were read before the last resume no longer hold
+        self._storage = session.storage
+
+    # --- drawing --------------------------------------------------------------------------------------
+
+    async def position(self, task_name: str) -> tuple[int, bytes | None]:
+        """How many groups were drawn for a task, and the state of its data set, if known."""
+        account = (await self.summary((checked_task(task_name),))).task(task_name).account
+        return account.cursor, account.source_state
+
+    async def issue(
+        self,
+        groups: Sequence[Sequence[RolloutState]],
+        task_name: str,
+        *,
+        cursor: int,
+        source_state: bytes | None = None,
+    ) -> Issued:
+        """Write newly drawn prompts as in flight, and advance the task's position, in one step.
+
+        Takes as many as there is room for, from the first one on. They get the group ids from `cursor` on;
+        CursorMoved if the task's cursor is another. A group that refers to a lost value ends as failed at once.
+        """
+        await self.session.ready()
+        checked_task(task_name)
+        whole_number("cursor", cursor, least=0)
+        drawn: list[Content] = []
+        for group in checked_many("groups", groups):
+            check_group(group, task_name)
+            drawn.append(content_of(tuple(group), None, None, task_name))
+        contents = drawn
+        if needs_values(self._storage):
+            contents = await self.valued(resolve_contents(contents), task_name)
+        records = await self._storage.issue(
+            task_name, contents, owner=self.session.owner, cursor=cursor, source_state=source_state
+        )
+        if len(records) < len(contents):
+            await self.session.refused(task_name, [contents[len(records)].facts])
+        else:
+            self.session.accepted()
+        lost = {}
+        for record, content, before in zip(records, contents, drawn, strict=False):
+            if content is not before:
+                identify(before.group, task_name, record.group_id)
+                if (reason := lost_reason(before, content)) is not None:
+                    lost[record.uid] = reason
+        if lost:
+            await self._storage.fail(lost)
+        kept = [
+            present(Row(record, content.group))
+            for record, content in zip(records, drawn, strict=False)
+            if record.uid not in lost
+        ]
+        return Issued(kept, len(records))
+
+    async def redraw(self, n: int, task_name: str, statuses: Sequence[Status] = DRAWABLE) -> Groups:
+        """Up to n groups to be generated again, an earlier status first, then by group_id."""
+        await self.session.ready()
+        chosen = checked_statuses(statuses)
+        for status in chosen:
+            if status not in DRAWABLE:
+                raise InvalidInput(f"{status} groups cannot be drawn again; expected init, expired or aborted")
+        return await self.claims.draw(n, checked_task(task_name), chosen)
+
+    async def valued(self, resolving: Awaitable[T], task_name: str) -> T:
+        """Wait for the values of references, however long they take to be produced."""
+        with self.session.waits.listed(f"the values of references in groups of task {task_name!r}", (task_name,)):
+            return await resolving
+
+    # --- storing --------------------------------------------------------------------------------------
+
+    async def put(
+        self,
+        groups: Sequence[Sequence[RolloutState]],
+        task_name: str,
+        *,
+        model_step: int | None,
+        train_step: int | None,
+        limits: tuple[int | None, int | None, bool | None] = (None, None, None),
+        tags: Tags | None = None,
+        priority: float | None = None,
+        timeout_s: float | None = None,
+    ) -> list[Record]:
+        """Store several groups of one task, all of them or none; returns their records. See `ReplayBuffer.put`.
+
+        `limits`: thresholds in versions and tokens, and whether expired groups are retried, as the call gives them.
+        """
+        await self.session.ready()
+        checked_task(task_name)
+        check_step("model_step", model_step, least=0)
+        check_step("current_train_step", train_step, least=1)
+        threshold, token_threshold, retryable = limits
+        if retryable not in (None, True, False):
+            raise InvalidInput(f"expired_groups_retryable is {retryable!r}; expected True or False")
+        if train_step is None and (threshold is not None or token_threshold is not None):
+            raise InvalidInput(
+                f"put with stale_threshold={threshold}, token_stale_threshold={token_threshold} and no "
+                "current_train_step; pass the train step to judge by"
+            )
+        in_force = self.expiry.limits_with(task_name, threshold, token_threshold, retryable)
+        checked_tags = None if tags is None else check_tags(tags)
+        arrivals: list[Arrival] = []
+        for items in checked_many("groups", groups):
+            if len(arrivals) % _SLICE_GROUPS == _SLICE_GROUPS - 1:
+                await asyncio.sleep(0)
+            arrivals.append(
+                admit(
+                    items,
+                    task_name,
+                    model_step=model_step,
+                    train_step=train_step,
+                    limits=in_force,
+                    tags=checked_tags,
+                    priority=priority,
+                )
+            )
+        if not arrivals:
+            return []
+        if needs_values(self._storage):
+            arrivals = await self.valued(resolve_arrivals(arrivals), task_name)
+        if train_step is not None:
+            self.expiry.see(train_step)
+        records = await self.session.with_room(
+            lambda: self._storage.put(arrivals, owner=self.session.owner),
+            f"room for {len(arrivals)} groups of task {task_name!r}",
+            task_name,
+            timeout_s,
+        )
+        if in_force != self.expiry.limits(task_name):
+            await self.expiry.advance({task_name: Clock(limits=in_force)})
+        return records
+
+    # --- producing ------------------------------------------------------------------------------------
+
+    async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
+        """Every count of these tasks (None: of all), of one moment."""
+        await self.session.ready()
+        summary = await self._storage.summary(tasks, holdings=holdings)
+        self.expiry.learn(summary)
+        return summary
+
+    async def advance(self, clocks: Mapping[str, Clock]) -> None:
+        """Advance clocks and set limits of tasks."""
+        await self.session.ready()
+        await self.expiry.advance(clocks)
+
+    async def until(
+        self,
+        attempt: Callable[[], Awaitable[T | None]],
+        what: str,
+        tasks: Collection[str],
+        *,
+        timeout_s: float | None = None,
+        wants: Mapping[str, int] | None = None,
+    ) -> T:
+        """Repeat an attempt after every change of the tasks, or of the capacity, until it returns something.
+
+        `wants`: the batch of completed groups that it is for; InvalidConfig as soon as that can never come.
+        """
+        return await self.session.until(attempt, what, tasks, timeout_s, wants=wants, needs_room=True)
+
+    def nudge(self) -> None:
+        """Let every wait look again: something outside the storage changed."""
+        self.session.nudge()
+
+    def produces(self, producer: object, tasks: Collection[str]) -> None:
+        """Which tasks a manager produces from now on. The groups of all others count as kept aside."""
+        if tasks:
+            self.session.producers[producer] = frozenset(tasks)
+        else:
+            self.session.producers.pop(producer, None)
+
+    def asking(self, wants: Mapping[str, int]) -> AbstractContextManager[None]:
+        """For managers that produce and wait for a batch in turns: producing fails if the batch can never come."""
+        return self.session.asking(wants)
+
+    # --- leasing --------------------------------------------------------------------------------------
+
+    def lease_attempt(self, wants: Mapping[str, int], train_step: int) -> LeaseAttempt:
+        """A batch of COMPLETED groups that is asked for, for `until`."""
+        return LeaseAttempt(self.claims, wants, train_step)
+
+    async def try_lease(self, wants: Mapping[str, int], train_step: int) -> Lease | None:
+        """A full batch of COMPLETED groups if it is there, else None; never waits."""
+        await self.session.ready()
+        return await self.claims.lease(wants, train_step)
+
+    # --- checkpoints ----------------------------------------------------------------------------------
+
+    async def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model_step: int | None,
+        prompts_only: bool,
+        extra: Callable[[], dict[str, Any]] = dict,
+    ) -> None:
+        """Write a checkpoint, with more in the manifest: `extra()` is asked in the moment of the snapshot."""
+        await self.session.ready()
+        check_step("model_step", model_step, least=0)
+        from forebay.buffer.checkpoints import (
+            save_storage,  # imported here: it would double the time of `import forebay`
+        )
+
+        await save_storage(self._storage, path, model_step=model_step, prompts_only=prompts_only, extra=extra)
+
+    async def resume(self, path: str | os.PathLike[str]) -> Manifest:
+        """Resume a checkpoint; returns the whole manifest."""
+        await self.session.ready()
+        from forebay.buffer.checkpoints import resume_storage
+
+        manifest = await resume_storage(self._storage, path)
+        self.restores += 1
+        await self.expiry.recall()
+        return manifest
+
+
+def internals(buffer: ReplayBuffer) -> Internals:
+    """The internals of a buffer."""
+    return buffer._internals
