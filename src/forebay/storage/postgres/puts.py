@@ -7,7 +7,7 @@ through COPY.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
 from forebay.codec.frame import encode_group
@@ -59,8 +59,9 @@ class HandIds:
     def __init__(self) -> None:
         self._ids: list[int] = []
 
-    async def take(self, connections: Any, task_names: Sequence[str]) -> list[int]:
-        """An id for each group; none that a user has put."""
+    async def take(self, connections: Any, task_names: Sequence[str], named: Collection[int]) -> list[int]:
+        """An id for each group; none that a user has put, or names in this put."""
+        self._ids = [group_id for group_id in self._ids if group_id not in named]
         while (missing := len(task_names) - len(self._ids)) > 0:
             async with connections.lend() as connection:
                 drawn = await connection.fetch(
@@ -69,7 +70,7 @@ class HandIds:
                     max(missing, self.BLOCK),
                     [to_text(task_name) for task_name in set(task_names)],
                 )
-            self._ids += [row["id"] for row in drawn]
+            self._ids += [row["id"] for row in drawn if row["id"] not in named]
         taken, self._ids = self._ids[: len(task_names)], self._ids[len(task_names) :]
         return taken
 

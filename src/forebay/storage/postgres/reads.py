@@ -37,14 +37,12 @@ FROM counters"""
 
 _SUMS = ", ".join(f"coalesce(sum({name}), 0)::bigint AS {name}" for name in COUNTERS)
 
-# Rows of a task (its account is called a) that are too old; $1 are the statuses. Each condition has an index.
+# Rows of a task (its account is called a) that are too old. No token of a group is older than its oldest one, so that
+# the index of the oldest step bounds both conditions.
 _TOO_OLD = """
 SELECT g.uid, g.status FROM groups g WHERE g.place = 'buffered' AND g.task_name = a.task_name
     AND g.status = ANY({statuses}) AND g.oldest_step < greatest(a.floor_oldest, a.floor_token)
-    AND (g.oldest_step < a.floor_oldest OR g.token_step < a.floor_token)
-UNION
-SELECT g.uid, g.status FROM groups g WHERE g.place = 'buffered' AND g.task_name = a.task_name
-    AND g.status = ANY({statuses}) AND g.token_step IS DISTINCT FROM g.oldest_step AND g.token_step < a.floor_token"""
+    AND (g.oldest_step < a.floor_oldest OR g.token_step < a.floor_token)"""
 _EXPIRABLE = f"'{{{','.join(EXPIRABLE)}}}'::text[]"
 
 # The figures of a task (called k) from its account and its counters.

@@ -65,8 +65,6 @@ CREATE SEQUENCE hand_ids;
 CREATE TABLE groups ({DEFINITIONS}, PRIMARY KEY (uid), UNIQUE (task_name, group_id))
     WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.05);
 CREATE INDEX groups_oldest ON groups (task_name, status, oldest_step) WHERE place = 'buffered';
-CREATE INDEX groups_token ON groups (task_name, status, token_step)
-    WHERE place = 'buffered' AND token_step IS DISTINCT FROM oldest_step;
 CREATE INDEX groups_again ON groups ({QUEUE}, group_id)
     WHERE place = 'buffered' AND status IN ('init', 'expired', 'aborted');
 CREATE INDEX groups_held ON groups (owner, uid) WHERE owner IS NOT NULL;
@@ -129,7 +127,6 @@ CREATE TABLE calls (
 ) WITH (autovacuum_vacuum_scale_factor = 0.02, toast.autovacuum_vacuum_scale_factor = 0.02);
 ALTER TABLE calls ALTER COLUMN data SET STORAGE EXTERNAL;
 """
-# Where both steps of a group are equal, which is nearly always, groups_oldest answers both questions of age.
 
 # Read as data: what a connection has cached of the catalogue may be older than its lock.
 _EXISTS = """

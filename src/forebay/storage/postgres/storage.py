@@ -277,7 +277,8 @@ class PostgresStorage(Storage, CallMemory):
     async def _put(self, arrivals: Sequence[Arrival], frames: puts.Frames, owner: str) -> list[Record]:
         settings = self._settings
         by_hand = [arrival.task_name for arrival in arrivals if arrival.group_id is None]
-        hand_ids = iter(await self._hand_ids.take(self._connections, by_hand) if by_hand else ())
+        named = {arrival.group_id for arrival in arrivals if arrival.group_id is not None}
+        hand_ids = iter(await self._hand_ids.take(self._connections, by_hand, named) if by_hand else ())
         group_ids = [next(hand_ids) if a.group_id is None else a.group_id for a in arrivals]
         return await self._connections.step(
             lambda step: puts.put(step, arrivals, group_ids, frames, owner=owner, settings=settings),
