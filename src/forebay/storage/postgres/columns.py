@@ -131,15 +131,15 @@ def _tag_columns(tags: Tags) -> tuple[bytes | None, str | None]:
 # --- records ------------------------------------------------------------------------------------------
 
 
-def record_values(record: Record, trained_as: Status | None = None) -> list[Any]:
-    """The values of COLUMNS."""
+def record_values(record: Record, trained_as: Status | None = None) -> tuple[Any, ...]:
+    """The values of COLUMNS; one value of the row type `groups`."""
     values: list[Any] = list(msgspec.structs.astuple(record))
     for index in _STRINGS:
         if values[index] is not None:
             values[index] = to_text(values[index])
     values[_SESSIONS] = _encode(record.session_ids) if record.session_ids else None
     values[_TAGS], tag_values = _tag_columns(record.tags)
-    return [*values, tag_values, trained_as]
+    return (*values, tag_values, trained_as)
 
 
 def read_record(row: Any) -> Record:

@@ -44,6 +44,7 @@ _CLOSE_S = 5.0
 _SETUP = """
 SELECT set_config('search_path', $1, false), set_config('enable_seqscan', 'off', false),
     set_config('enable_bitmapscan', 'off', false), set_config('jit', 'off', false),
+    set_config('plan_cache_mode', 'force_generic_plan', false),
     set_config('client_min_messages', 'error', false),
     set_config('idle_in_transaction_session_timeout', '30s', false),
     set_config('synchronous_commit',

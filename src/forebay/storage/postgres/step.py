@@ -16,7 +16,7 @@ from forebay.core.ledger import MAX_REASONS, OTHER_REASONS, End, GroupEnd, Place
 from forebay.core.record import Record, group_end
 from forebay.core.rollout import Status
 from forebay.storage.idempotency import CALL, Call, Handed, Kept, encode_kept
-from forebay.storage.postgres.columns import COLUMNS, RECORD, TYPES, read_record, record_values, to_text
+from forebay.storage.postgres.columns import COLUMNS, RECORD, read_record, record_values, to_text
 from forebay.storage.postgres.counters import COUNTERS, Counters
 from forebay.storage.postgres.schema import SHARDS
 from forebay.storage.rules import archived_record
@@ -28,31 +28,40 @@ NEW = 0
 
 NOW = "extract(epoch FROM clock_timestamp())::double precision"
 
+_CLOCK = f"clock AS MATERIALIZED (SELECT {NOW} AS now)"
 _FILLED = {
     "uid": "CASE u.uid WHEN 0 THEN nextval('uids') ELSE u.uid END",
     "timestamp_id": "CASE u.timestamp_id WHEN 0 THEN nextval('arrivals') ELSE u.timestamp_id END",
     "created_at": "CASE u.created_at WHEN 0 THEN (SELECT now FROM clock) ELSE u.created_at END",
     "moved_at": "CASE u.moved_at WHEN 0 THEN (SELECT now FROM clock) ELSE u.moved_at END",
 }
-_STORE = f"""clock AS MATERIALIZED (SELECT {NOW} AS now),
-stored AS (
-    INSERT INTO groups ({", ".join(COLUMNS)})
-    SELECT {", ".join(_FILLED.get(column, f"u.{column}") for column in COLUMNS)}
-    FROM unnest({", ".join(f"${i}::{TYPES[column]}[]" for i, column in enumerate(COLUMNS, 1))})
-        AS u ({", ".join(COLUMNS)})
-    ON CONFLICT (uid) DO UPDATE SET {", ".join(f"{column} = excluded.{column}" for column in COLUMNS[1:])}
-    RETURNING uid, timestamp_id, task_name, group_id, created_at, moved_at
-)"""
-_IDENTITIES = tuple(f"${COLUMNS.index(column) + 1}::{TYPES[column]}[]" for column in ("task_name", "group_id"))
+_STORE = f"""
+INSERT INTO groups ({", ".join(COLUMNS)})
+SELECT {", ".join(_FILLED.get(column, f"u.{column}") for column in COLUMNS)} FROM unnest({{}}) u
+ON CONFLICT (uid) DO UPDATE SET {", ".join(f"{column} = excluded.{column}" for column in COLUMNS[1:])}
+RETURNING uid, timestamp_id, task_name, group_id, created_at, moved_at"""
 _TASK, _GROUP = COLUMNS.index("task_name"), COLUMNS.index("group_id")
+_STORE_FRAMES = """
+INSERT INTO payloads (uid, frame)
+SELECT s.uid, f.frame FROM stored s JOIN unnest({}, {}, {}) AS f (task_name, group_id, frame)
+    ON s.task_name = f.task_name AND s.group_id = f.group_id
+ON CONFLICT (uid) DO UPDATE SET frame = excluded.frame"""
+_ANSWER = """
+INSERT INTO calls (client, sequence, part, data) SELECT {0}, {1}, 0, {2}
+UNION ALL SELECT {0}, {1}, uid, frame FROM payloads WHERE uid = ANY({3})"""
+_NOTE_ENDS = """
+INSERT INTO ends (task_name, group_id, delivery, data)
+SELECT * FROM unnest({}, {}, {}, {}) WHERE (SELECT notes_ends FROM store)"""
 
 _SHARD = f"pg_backend_pid() % {SHARDS}"
-_VALUES = ", ".join(f"($values)[(i - 1) * {len(COUNTERS)} + {j}]" for j in range(1, len(COUNTERS) + 1))
-_COUNT = f"""counted AS (
-    INSERT INTO counters AS c (task_name, shard, {", ".join(COUNTERS)})
-    SELECT u.task_name, {_SHARD}, {_VALUES} FROM unnest($tasks) WITH ORDINALITY AS u (task_name, i)
-    ON CONFLICT (task_name, shard) DO UPDATE SET {", ".join(f"{n} = c.{n} + excluded.{n}" for n in COUNTERS)}
-)"""
+_COUNT = f"""
+INSERT INTO counters AS c (task_name, shard, {", ".join(COUNTERS)})
+SELECT task_name, {_SHARD}, {", ".join(COUNTERS)} FROM unnest({{}}) u
+ON CONFLICT (task_name, shard) DO UPDATE SET {", ".join(f"{n} = c.{n} + excluded.{n}" for n in COUNTERS)}"""
+_ADD_SIZES = f"""
+INSERT INTO sizes AS s (task_name, size, shard, groups)
+SELECT u.task_name, u.size, {_SHARD}, u.groups FROM unnest({{}}, {{}}, {{}}) AS u (task_name, size, groups)
+ON CONFLICT (task_name, size, shard) DO UPDATE SET groups = s.groups + excluded.groups"""
 _ADD_REASON = f"""
 INSERT INTO reasons AS r (task_name, reason, shard, groups)
 SELECT $1, CASE
@@ -150,15 +159,14 @@ class Step:
         statement = _Statement()
         stored, self._stored = self._stored, {}
         rows = [record_values(record, trained_as) for record, trained_as, _ in stored.values()]
-        if rows:
-            statement.values += [list(column) for column in zip(*rows, strict=True)]
-            statement.parts.append(_STORE)
-            self._add_payloads(statement, [frame for _, _, frame in stored.values()])
-        self._add_answer(statement)  # which reads payloads that are removed here
+        if stored:
+            statement.add("stored", _STORE, (rows, "groups[]"))
+            self._add_frames(statement, [(*identity, frame) for identity, (_, _, frame) in stored.items()])
+        self._add_answer(statement)
         self._add_removed(statement)
-        more, self._more = self._more, []
-        for number, (sql, given) in enumerate(more):
-            statement.parts.append(f"more{number} AS ({sql.format(*[statement.value(*value) for value in given])})")
+        for number, (sql, values) in enumerate(self._more):
+            statement.add(f"more{number}", sql, *values)
+        self._more = []
         counters = self.counters
         if counted:
             self._add_counts(statement)
@@ -166,100 +174,83 @@ class Step:
             self.counters.buffered = counters.buffered
         if not statement.parts:
             return {}
-        found = await self.connection.fetch(statement.sql("stored" if rows else None), *statement.values)
+        found = await self.connection.fetch(statement.sql(), *statement.values)
         self.xid = found[0]["xid"]
         if counted and (reasons := counters.reasons()):
             await self.connection.executemany(
                 _ADD_REASON, [(to_text(task_name), to_text(reason), n) for task_name, reason, n in reasons]
             )
-        numbered = {(row["task_name"], row["group_id"]): row for row in found} if rows else {}
+        filled = {(row["task_name"], row["group_id"]): row for row in found} if stored else {}
         written = {}
         for values, (identity, (record, _, _)) in zip(rows, stored.items(), strict=True):
-            row = numbered[values[_TASK], values[_GROUP]]
-            written[identity] = replace(
-                record,
-                uid=row["uid"],
-                timestamp_id=row["timestamp_id"],
-                created_at=row["created_at"],
-                moved_at=row["moved_at"],
-            )
+            row = filled[values[_TASK], values[_GROUP]]
+            written[identity] = replace(record, **{column: row[column] for column in _FILLED})
         return written
 
-    def _add_payloads(self, statement: _Statement, frames: list[bytes | None]) -> None:
-        if any(frame is not None for frame in frames):
-            statement.parts.append(
-                "payload AS (INSERT INTO payloads (uid, frame) SELECT s.uid, f.frame FROM stored s "
-                f"JOIN unnest({', '.join(_IDENTITIES)}, {statement.value(frames, 'bytea[]')}) "
-                "AS f (task_name, group_id, frame) USING (task_name, group_id) WHERE f.frame IS NOT NULL "
-                "ON CONFLICT (uid) DO UPDATE SET frame = excluded.frame)"
-            )
+    def _add_frames(self, statement: _Statement, rows: list[tuple[str, int, bytes | None]]) -> None:
+        given = [(to_text(task_name), group_id, frame) for task_name, group_id, frame in rows if frame is not None]
+        if given:
+            statement.add("frames", _STORE_FRAMES, *_arrays(given, "text", "bigint", "bytea"))
 
     def _add_answer(self, statement: _Statement) -> None:
         if self._answer is None:
             return
         (call, kept), self._answer = self._answer, None
+        # It copies payloads that this statement removes.
         ended = [record.uid for record in kept.ended()] if isinstance(kept, Handed) else []
-        client, sequence = statement.value(to_text(call.client), "text"), statement.value(call.sequence, "bigint")
-        confirmed = statement.value(call.confirmed, "bigint")
-        statement.parts.append(f"seen AS (DELETE FROM calls WHERE client = {client} AND sequence <= {confirmed})")
-        statement.parts.append(
-            f"answered AS (INSERT INTO calls (client, sequence, part, data) "
-            f"SELECT {client}, {sequence}, 0, {statement.value(encode_kept(kept), 'bytea')} UNION ALL "
-            f"SELECT {client}, {sequence}, uid, frame FROM payloads "
-            f"WHERE uid = ANY({statement.value(ended, 'bigint[]')}))"
+        client, data = to_text(call.client), encode_kept(kept)
+        statement.add(
+            "seen",
+            "DELETE FROM calls WHERE client = {} AND sequence <= {}",
+            (client, "text"),
+            (call.confirmed, "bigint"),
+        )
+        statement.add(
+            "answered", _ANSWER, (client, "text"), (call.sequence, "bigint"), (data, "bytea"), (ended, "bigint[]")
         )
 
     def _add_removed(self, statement: _Statement) -> None:
-        removed, dropped = self._removed, self._dropped_payloads
+        removed, dropped = self._removed, [*self._removed, *self._dropped_payloads]
         self._removed, self._dropped_payloads = [], []
-        if removed:
-            uids = statement.value(removed, "bigint[]")
-            statement.parts.append(f"removed AS (DELETE FROM groups WHERE uid = ANY({uids}))")
-        if removed or dropped:
-            uids = statement.value([*removed, *dropped], "bigint[]")
-            statement.parts.append(f"dropped AS (DELETE FROM payloads WHERE uid = ANY({uids}))")
+        for table, uids in (("groups", removed), ("payloads", dropped)):
+            if uids:
+                statement.add(f"no_{table}", f"DELETE FROM {table} WHERE uid = ANY({{}})", (uids, "bigint[]"))
 
     def _add_counts(self, statement: _Statement) -> None:
-        changes, sizes = self.counters.changes(), sorted(self.counters.sizes.items())
+        changes = [(to_text(task_name), 0, *counts) for task_name, counts in self.counters.changes().items()]
+        sizes = [(to_text(task_name), size, n) for (task_name, size), n in sorted(self.counters.sizes.items())]
+        ends = [(to_text(end.task_name), end.group_id, end.delivery, encode_end(end)) for end in self._ends]
+        self._ends = []
         if changes:
-            values = statement.value([n for counts in changes.values() for n in counts], "bigint[]")
-            tasks = statement.value([to_text(task_name) for task_name in changes], "text[]")
-            statement.parts.append(_COUNT.replace("$values", values).replace("$tasks", tasks))
+            statement.add("counted", _COUNT, (changes, "counters[]"))
         if sizes:
-            tasks = statement.value([to_text(task_name) for (task_name, _), _ in sizes], "text[]")
-            kinds = statement.value([size for (_, size), _ in sizes], "bigint[]")
-            groups = statement.value([n for _, n in sizes], "bigint[]")
-            statement.parts.append(
-                "sized AS (INSERT INTO sizes AS s (task_name, size, shard, groups) "
-                f"SELECT u.task_name, u.size, {_SHARD}, u.groups "
-                f"FROM unnest({tasks}, {kinds}, {groups}) AS u (task_name, size, groups) "
-                "ON CONFLICT (task_name, size, shard) DO UPDATE SET groups = s.groups + excluded.groups)"
-            )
-        ends, self._ends = self._ends, []
+            statement.add("sized", _ADD_SIZES, *_arrays(sizes, "text", "bigint", "bigint"))
         if ends:
-            tasks = statement.value([to_text(end.task_name) for end in ends], "text[]")
-            ids = statement.value([end.group_id for end in ends], "bigint[]")
-            deliveries = statement.value([end.delivery for end in ends], "bigint[]")
-            data = statement.value([encode_end(end) for end in ends], "bytea[]")
-            statement.parts.append(
-                "ended AS (INSERT INTO ends (task_name, group_id, delivery, data) "
-                f"SELECT * FROM unnest({tasks}, {ids}, {deliveries}, {data}) WHERE (SELECT notes_ends FROM store))"
-            )
+            statement.add("ended", _NOTE_ENDS, *_arrays(ends, "text", "bigint", "bigint", "bytea"))
+
+
+def _arrays(rows: list[tuple[Any, ...]], *types: str) -> list[tuple[list[Any], str]]:
+    """Rows as one array for each column, with its type."""
+    return [(list(column), f"{kind}[]") for column, kind in zip(zip(*rows, strict=True), types, strict=True)]
 
 
 class _Statement:
     """One statement made of parts that each change a table."""
 
     def __init__(self) -> None:
-        self.parts: list[str] = []
+        self.parts: dict[str, str] = {}
         self.values: list[Any] = []
 
-    def value(self, value: Any, kind: str) -> str:
-        """Pass a value; how the statement names it."""
-        self.values.append(value)
-        return f"${len(self.values)}::{kind}"
+    def add(self, name: str, sql: str, *values: tuple[Any, str]) -> None:
+        """Add a part; each {} in it stands for a value, which comes with its type."""
+        names = []
+        for value, kind in values:
+            self.values.append(value)
+            names.append(f"${len(self.values)}::{kind}")
+        self.parts[name] = sql.format(*names)
 
-    def sql(self, returned: str | None) -> str:
-        """The statement, which returns the rows of one part, and the number of the transaction."""
-        source = "" if returned is None else f", {returned}.* FROM {returned}"
-        return f"WITH {', '.join(self.parts)} SELECT pg_current_xact_id()::text AS xid{source}"
+    def sql(self) -> str:
+        """The statement; it returns the stored rows, and the number of the transaction."""
+        parts = ", ".join(f"{name} AS ({sql})" for name, sql in self.parts.items())
+        stored = ", stored.* FROM stored" if "stored" in self.parts else ""
+        return f"WITH {_CLOCK}, {parts} SELECT pg_current_xact_id()::text AS xid{stored}"

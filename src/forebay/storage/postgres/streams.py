@@ -123,7 +123,7 @@ async def restore(
     if is_used(present):
         raise InvalidInput("a stream is restored into an empty storage; this one has been used; nothing restored")
     check = StreamCheck(saved, next_uid, next_timestamp_id)
-    records: list[list[Any]] = []
+    records: list[tuple[Any, ...]] = []
     frames: list[tuple[int, bytes]] = []
     size = 0
     async for row in rows:
@@ -151,6 +151,6 @@ async def restore(
     step.answer(Done())
 
 
-async def _copy(connection: Any, records: list[list[Any]], frames: list[tuple[int, bytes]]) -> None:
+async def _copy(connection: Any, records: list[tuple[Any, ...]], frames: list[tuple[int, bytes]]) -> None:
     await connection.copy_records_to_table("groups", columns=COLUMNS, records=records)
     await connection.copy_records_to_table("payloads", columns=("uid", "frame"), records=frames)
