@@ -17,6 +17,7 @@ import sys
 import time
 
 from forebay import AsyncReplayBufferConfig, ReplayBuffer, RolloutState, Status
+from forebay.buffer.internal import internals
 
 BATCH = {"math": 6, "code": 2}
 SAMPLES = 4  # answers per prompt
@@ -48,13 +49,13 @@ class Engine:
 async def produce(buffer: ReplayBuffer, engine: Engine, task: str) -> None:
     """Draw a prompt (one that has to be generated again first), have it answered, put it back."""
     while True:
-        drawn = await buffer.redraw(1, task)
+        drawn = await internals(buffer).redraw(1, task)
         if not drawn:
             # No await between looking and issuing: the producers of this process never race for a prompt.
-            number, _ = await buffer.position(task)
+            number, _ = await internals(buffer).position(task)
             message = [{"role": "user", "content": f"{task} question {number}"}]
             prompt = [RolloutState(message=message) for _ in range(SAMPLES)]
-            drawn = await buffer.issue([prompt], task, cursor=number)  # waits while the buffer is full
+            drawn = await internals(buffer).issue([prompt], task, cursor=number)  # waits while the buffer is full
         await engine.generate(drawn[0])
         await buffer.put(drawn[0], task)
 

@@ -26,6 +26,7 @@ from forebay import (
     Sampler,
     Status,
 )
+from forebay.buffer.internal import internals
 from forebay.testing import make_group
 from tests.support import closed_ledger, draw
 
@@ -234,15 +235,15 @@ async def test_a_draw_that_lost_the_race_learns_where_the_cursor_is() -> None:
     buffer = ReplayBuffer()
     await draw(buffer, 3)
     with pytest.raises(CursorMoved, match="stands at 3") as caught:
-        await buffer.issue([make_group(status=Status.INIT)], "math", cursor=1)
+        await internals(buffer).issue([make_group(status=Status.INIT)], "math", cursor=1)
     assert caught.value.cursor == 3
-    assert (await buffer.position("math")) == (3, None)
+    assert (await internals(buffer).position("math")) == (3, None)
 
 
 async def test_only_what_can_be_generated_again_is_redrawn() -> None:
     buffer = ReplayBuffer()
     with pytest.raises(InvalidInput, match="completed groups cannot be drawn again"):
-        await buffer.redraw(1, "math", [Status.COMPLETED])
+        await internals(buffer).redraw(1, "math", [Status.COMPLETED])
 
 
 def bad_groups() -> dict[str, Callable[[], list[RolloutState]]]:
@@ -289,7 +290,7 @@ async def test_duplicate_rollout_ids_and_groups_are_refused() -> None:
     with pytest.raises(InvalidGroup, match="rollout_id 3"):
         await buffer.put(twins, "math")
     await buffer.put(make_group(group_id=1), "math")
-    with pytest.raises(DuplicateGroup, match="already there: it is buffered"):
+    with pytest.raises(DuplicateGroup, match="already exists: it is buffered"):
         await buffer.put(make_group(group_id=1), "math")
     await buffer.lease_batch({"math": 1}, train_step=1)
     with pytest.raises(DuplicateGroup, match="it is leased"):
@@ -359,13 +360,13 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     ),
     "a sample alone": (InvalidInput, "a group is a list", lambda b: b.put(make_group()[0], "math")),
     "no groups": (InvalidInput, "groups are None", lambda b: b.put_many(None, "math")),
-    "no prompts": (InvalidInput, "groups are None", lambda b: b.issue(None, "math", cursor=0)),
+    "no prompts": (InvalidInput, "groups are None", lambda b: internals(b).issue(None, "math", cursor=0)),
     "a timeout that is a text": (InvalidInput, "timeout_s is '5'", lambda b: b.wait_ready({"math": 2}, timeout_s="5")),
     "a priority that is a text": (InvalidInput, "priority is", lambda b: b.put(make_group(), "math", priority="high")),
     "tags that are a text": (InvalidInput, "tags are 'x'", lambda b: b.put(make_group(), "math", tags="x")),
     "tasks that are a text": (InvalidInput, "tasks are", lambda b: b.count_statuses("math", [Status.INIT])),
     "a task that is a list": (InvalidInput, "task_name is", lambda b: b.count(["math"], Status.INIT)),
-    "statuses that are a number": (InvalidInput, "statuses are 5", lambda b: b.redraw(1, "math", 5)),
+    "statuses that are a number": (InvalidInput, "statuses are 5", lambda b: internals(b).redraw(1, "math", 5)),
     "priorities that are a list": (InvalidInput, "priorities is", lambda b: b.set_priority([1])),
     "thresholds that are a list": (
         InvalidInput,

@@ -20,7 +20,6 @@ from forebay import (
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
     InvalidConfig,
-    InvalidInput,
     MemoryStorage,
     ReplayBuffer,
     RolloutState,
@@ -31,6 +30,7 @@ from forebay import (
     Task,
     WaitTimeout,
 )
+from forebay.buffer.internal import internals
 from forebay.core.capacity import MAX_SIZES, note_size, response_size_p99, rounded_up
 from forebay.produce import NoProgress
 from forebay.storage.local.pandas import PandasStorage
@@ -84,12 +84,11 @@ def answered(group: list[RolloutState], size: int, status: Status = Status.COMPL
 async def test_what_is_in_flight_counts_with_its_reservation_until_its_true_size_is_known() -> None:
     buffer = ReplayBuffer(max_bytes=MAX_BYTES, expect_group_bytes=4_000)
     (first,) = await draw(buffer)
-    usage = await buffer.storage.usage()
+    usage = (await buffer.storage.summary(())).usage
     assert usage.reserved == 4_000
     await draw(buffer)
-    cursor, _ = await buffer.position("math")
-    with pytest.raises(WaitTimeout):
-        await buffer.issue([make_group(status=Status.INIT)], "math", cursor=cursor, timeout_s=0)
+    cursor, _ = await internals(buffer).position("math")
+    assert (await internals(buffer).issue([make_group(status=Status.INIT)], "math", cursor=cursor)).taken == 0
     await buffer.put(answered(first, 100), "math")
     (third,) = await draw(buffer)  # the first one turned out to be small, and so will this one
     (record,) = await buffer.query({"group_id": third[0].group_id})
@@ -103,20 +102,20 @@ async def test_a_group_that_expires_keeps_the_room_that_it_had() -> None:
     (before,) = await buffer.query({})
     await buffer.refresh_staleness(task_stale_thresholds={"math": 1}, current_train_step=5)
     (after,) = await buffer.query({})
-    usage = await buffer.storage.usage()
+    usage = (await buffer.storage.summary(())).usage
     assert after.status is Status.EXPIRED
     assert usage.bytes + usage.reserved == before.bytes == after.reserved_bytes
-    await buffer.redraw(1, "math")
-    assert await buffer.storage.usage() == usage
+    await internals(buffer).redraw(1, "math")
+    assert (await buffer.storage.summary(())).usage == usage
 
 
 async def test_one_group_always_fits_into_an_empty_buffer() -> None:
     buffer = ReplayBuffer(max_bytes=MAX_BYTES)
     assert MAX_BYTES < 2**20  # by default a group is expected to be larger than all of it
     await draw(buffer)
-    cursor, _ = await buffer.position("math")
-    with pytest.raises(InvalidInput, match="can never fit"):
-        await buffer.issue([make_group(status=Status.INIT) for _ in range(2)], "math", cursor=cursor)
+    cursor, _ = await internals(buffer).position("math")
+    prompts = [make_group(status=Status.INIT) for _ in range(2)]
+    assert (await internals(buffer).issue(prompts, "math", cursor=cursor)).taken == 0
 
 
 def _storages(directory: Path) -> list[Callable[[], Storage]]:
@@ -150,15 +149,14 @@ async def _check_bound(storage: Storage, actions: list[tuple[str, int]], expecte
         for action, size in actions:
             match action:
                 case "issue":
-                    cursor, _ = await buffer.position("math")
+                    cursor, _ = await internals(buffer).position("math")
                     prompts = [make_group(status=Status.INIT)]
-                    with suppress(WaitTimeout):
-                        flying += await buffer.issue(prompts, "math", cursor=cursor, timeout_s=0)
+                    flying += (await internals(buffer).issue(prompts, "math", cursor=cursor)).groups
                 case "complete" | "abort" if flying:
                     status = Status.COMPLETED if action == "complete" else Status.ABORTED
                     await buffer.put(answered(flying.pop(size % len(flying)), size, status), "math", model_step=step)
                 case "redraw":
-                    flying += await buffer.redraw(1, "math")
+                    flying += await internals(buffer).redraw(1, "math")
                 case "hand":
                     by_hand = answered(make_group(status=Status.INIT), size)
                     with suppress(WaitTimeout):
@@ -174,7 +172,7 @@ async def _check_bound(storage: Storage, actions: list[tuple[str, int]], expecte
                 if record.status is Status.COMPLETED:
                     owned[record.uid] = min(room, record.bytes)
             beyond = sum(max(0, record.bytes - owned[record.uid]) for record in records)
-            usage = await storage.usage()
+            usage = (await storage.summary(())).usage
             assert usage.bytes == sum(record.bytes for record in records)
             assert usage.bytes <= MAX_BYTES + beyond
             assert usage.reserved == sum(max(0, record.reserved_bytes - record.bytes) for record in records)
@@ -295,7 +293,7 @@ def test_g11_random_sizes_and_limits_train_or_say_why_not_and_never_wait_silentl
         try:
             await (train_ahead if ahead else train_in_turns)(buffer, tasks, batch, 4)
         except InvalidConfig:
-            assert ahead or not await buffer.storage.holdings()
+            assert ahead or not (await buffer.storage.summary(holdings=True)).holdings
         else:
             trained = sum(line["trained"] for line in (await buffer.ledger()).values())
             assert trained == 4 * batch

@@ -24,6 +24,7 @@ from forebay import (
     Storage,
 )
 from forebay.buffer.checkpoints import save_storage
+from forebay.buffer.internal import internals
 from forebay.checkpoint.files import FileOps
 from forebay.checkpoint.format import open_checkpoint
 from forebay.storage.local.pandas import PandasStorage
@@ -72,12 +73,12 @@ async def test_g04_a_checkpoint_restores_into_any_storage_under_any_policy(
         0: "aborted", 1: "completed", 11: "completed", 12: "completed", 13: "completed", 14: "aborted",
     }  # fmt: skip
     assert (dict(records[1].tags), records[1].priority, records[1].oldest_step) == ({"level": "hard"}, 0.5, 3)
-    assert (await other.position("math"))[0] == 2
+    assert (await internals(other).position("math"))[0] == 2
     groups = await other.get(9, "math", Status.COMPLETED)
     assert [group[0].group_id for group in groups] == [1, 11, 12, 13]
     assert isinstance(groups[0][0].response_ids, np.ndarray)
     assert isinstance(groups[1][0].response_ids, list)
-    assert [group[0].group_id for group in await other.redraw(9, "math")] == [0, 14]
+    assert [group[0].group_id for group in await internals(other).redraw(9, "math")] == [0, 14]
     await lease.ack()  # the one that was saved goes on undisturbed
     await buffer.close()
     await other.close()

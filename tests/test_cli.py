@@ -98,7 +98,7 @@ async def reopened_ledger(store: Path) -> tuple[dict[str, int], dict[str, int]]:
     """Of `math`, and its reasons, after every group that is left was read."""
     async with ReplayBuffer(FIFOReplayPolicy(), SQLiteStorage(store)) as buffer:
         before = await closed_ledger(buffer)
-        reasons = dict((await buffer.storage.accounts())["math"].reasons)
+        reasons = dict((await buffer.storage.summary()).task("math").account.reasons)
         assert len(await buffer.get(99, "math", Status.COMPLETED)) == before["buffered"]
         assert (await closed_ledger(buffer)).get("failed") == before.get("failed"), "reading met what was not mended"
     return before, reasons

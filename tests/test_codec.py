@@ -19,7 +19,7 @@ from hypothesis.extra import numpy as npst
 from msgspec.msgpack import Ext
 
 from forebay.codec.frame import decode_account, decode_group, decode_record, encode_account, encode_group, encode_record
-from forebay.core.ledger import Account, End, Place, Watermark
+from forebay.core.ledger import Account, End, Place
 from forebay.core.record import Record
 from forebay.core.references import Resolved
 from forebay.core.rollout import RolloutState, SampleParams, Status
@@ -539,7 +539,7 @@ RECORD = Record(
 )  # fmt: skip
 ACCOUNT = Account(
     issued=5, cursor=3, ended={End.TRAINED: 2}, ended_tokens={End.TRAINED: 20}, reasons={"why": 1},
-    watermark=Watermark(4, Limits(stale_threshold=2)), source_state=b"\x00\xff",
+    train_step=4, model_step=2, limits=Limits(stale_threshold=2), source_state=b"\x00\xff",
 )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ from forebay import (
     Timeouts,
     TooManyFailures,
 )
+from forebay.buffer.internal import internals
 from forebay.core.validate import RESERVED_NAMES
 from forebay.manager.base import Manager
 from forebay.testing import make_group
@@ -194,7 +195,9 @@ async def test_groups_that_are_left_over_are_used_next_time() -> None:
     second = await plane.manager.produce_batch(2, 2, model_step=1)
     left = {0, 1, 2} - set(ids(first.groups))
     assert left < set(ids(second.groups))
-    assert (await plane.buffer.position("math"))[0] == 6, "one there, one again, two new ones beyond the target"
+    assert (await internals(plane.buffer).position("math"))[0] == 6, (
+        "one there, one again, two new ones beyond the target"
+    )
     await plane.check_idle()
 
 
@@ -826,10 +829,13 @@ def test_a_task_is_not_named_like_figures(name: str) -> None:
     async def put() -> None:
         await ReplayBuffer().put(make_group(), name)
 
+    async def limit() -> None:
+        await ReplayBuffer().set_limits(name, stale_threshold=1)
+
     for enters in (
         lambda: make_task(ReplayBuffer(), name),
         lambda: TaskConfig(name=name),
-        lambda: ReplayBuffer().set_limits(name, stale_threshold=1),
+        lambda: asyncio.run(limit()),
         lambda: asyncio.run(draw()),
         lambda: asyncio.run(put()),
     ):
@@ -866,13 +872,13 @@ async def test_a_sampler_whose_own_sample_nobody_would_call_is_refused() -> None
 
 
 @simulated
-async def test_the_limits_of_a_task_hold_before_it_has_produced_anything() -> None:
-    """They were set at the first production: what was handed out before that was as old as an earlier run allowed."""
+async def test_the_limits_of_a_task_replace_those_of_an_earlier_run_before_a_batch_is_handed_out() -> None:
     buffer = ReplayBuffer()
     await buffer.set_limits("math", stale_threshold=9)
     await buffer.put(make_group(model_step=0), "math", model_step=0)
-    colocated(buffer=buffer)
-    assert await buffer.try_lease({"math": 1}, train_step=4) is None
+    plane = colocated(buffer=buffer)
+    async with plane.manager.produce_batch(1, 4, model_step=3) as batch:
+        assert [group[0].group_id for group in batch.groups] == [0], "the old one had a negative id"
 
 
 # --- looking --------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from forebay import (
     Status,
     Storage,
 )
+from forebay.buffer.internal import internals
 from forebay.checkpoint.format import ENVELOPE, open_checkpoint
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
@@ -97,7 +98,7 @@ def half_way(fresh: Callable[[], Path], model_step: int, *, prompts_only: bool) 
         there, under_way = ("init", "init") if prompts_only else ("completed", "aborted")
         expected = dict.fromkeys(range(trained, 6), there) | dict.fromkeys((6, 7), under_way)
         assert await held(other.buffer) == expected
-        assert (await other.buffer.position("math"))[0] == 8
+        assert (await internals(other.buffer).position("math"))[0] == 8
         progress = other.manager.progress
         assert (progress.next_consumer_step, sum(progress.consumed.values())) == (model_step + 1, trained)
         assert progress.producer_future_step == (model_step + 1 if prompts_only else 4)
@@ -217,7 +218,7 @@ async def test_a_checkpoint_without_responses_has_a_fraction_of_the_size(tmp_pat
     assert size(tmp_path / "prompts") < 0.05 * size(tmp_path / "full"), "every member had a copy of the prompt"
     other = disaggregated(members=8, prompts=prompts, interval=4)
     await other.manager.resume(tmp_path / "prompts")
-    for group in await other.buffer.redraw(20, "math"):
+    for group in await internals(other.buffer).redraw(20, "math"):
         record = prompts[group[0].group_id or 0]
         assert [list(state.prompt_ids or ()) for state in group] == [record["prompt_ids"]] * 8
         assert [list(state.tokens or ()) for state in group] == [record["prompt_ids"]] * 8, "as they were issued"
@@ -616,7 +617,7 @@ async def go_on(directory: Path, trained: dict[int, list[tuple[str, int]]]) -> N
         there = await held(other.buffer, name)
         assert not set(mine) & set(there)
         ended = line["failed"] + line["filtered"] + line["discarded"]
-        assert len(mine) + len(there) + ended == (await other.buffer.position(name))[0], "a group is missing"
+        assert len(mine) + len(there) + ended == (await internals(other.buffer).position(name))[0], "a group is missing"
 
 
 def named(groups: Mapping[str, list[list[RolloutState]]]) -> list[tuple[str, int]]:

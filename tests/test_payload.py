@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay import MemoryStorage, ReplayBuffer, RolloutState, Status, Storage, UnsupportedPayload
+from forebay.buffer.internal import internals
 from forebay.codec.frame import encode_group
 from forebay.core.record import describe
 from forebay.storage.local.pandas import PandasStorage
@@ -101,8 +102,8 @@ async def test_issue_refuses_a_prompt_that_a_checkpoint_cannot_hold(storage: Sto
     async with ReplayBuffer(storage=storage) as buffer:
         prompt = RolloutState(message=[{"role": "user", "content": {1}}])
         with pytest.raises(UnsupportedPayload, match=r"task 'math': \$\[0\]\.message\[0\]\.content: a builtins.set"):
-            await buffer.issue([[prompt]], "math", cursor=0)
-        assert (await buffer.position("math"))[0] == 0
+            await internals(buffer).issue([[prompt]], "math", cursor=0)
+        assert (await internals(buffer).position("math"))[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ async def test_an_error_message_that_is_no_text_is_stored_as_text(storage: Stora
         group = make_group(status=Status.ABORTED)
         group[0].error_msg = "no such file: \udcff"
         await buffer.put(group, "math")
-        ((state, _),) = await buffer.redraw(1, "math")
+        ((state, _),) = await internals(buffer).redraw(1, "math")
         assert state.error_msg == "no such file: ?"
 
 

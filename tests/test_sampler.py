@@ -30,8 +30,9 @@ from forebay import (
     StorageError,
     WaitTimeout,
 )
+from forebay.core.rollout import DRAWABLE
 from forebay.prompts import sampler as sampler_module
-from forebay.prompts.sampler import RETRYABLE, Sampler, SamplerWithReplayBuffer, give_back
+from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, give_back
 from forebay.prompts.sources import shuffled_index
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
@@ -561,7 +562,7 @@ async def test_retries_come_first_by_status_then_by_group_id_with_their_ids_and_
 async def test_only_the_statuses_that_were_asked_for_are_drawn_again() -> None:
     buffer = ReplayBuffer()
     sampler = SamplerWithReplayBuffer(records(20), buffer)
-    for group, status in zip(await draw(sampler, 3), RETRYABLE, strict=True):
+    for group, status in zip(await draw(sampler, 3), DRAWABLE, strict=True):
         group[0].status = status
         await buffer.put(group, "math")
     assert ids(await sampler.draw(2, "math", (Status.ABORTED,))) == [2, 3]
@@ -999,9 +1000,9 @@ class Suspending(MemoryStorage):
         await turns(1)
         return await super().claim(claim)
 
-    async def account(self, task_name: str) -> Any:
+    async def summary(self, *arguments: Any, **named: Any) -> Any:
         await turns(1)
-        return await super().account(task_name)
+        return await super().summary(*arguments, **named)
 
 
 class ShutDown(Suspending):

@@ -39,6 +39,7 @@ from forebay import (
     TooManyFailures,
     TooManyRejections,
 )
+from forebay.buffer.internal import internals
 from forebay.core.ledger import Place
 from forebay.core.record import Record
 from forebay.storage.base import Arrival
@@ -610,7 +611,7 @@ async def test_a_straggler_is_known_after_a_restart() -> None:
         assert not (await producing).complete
         # At a trigger of 8 what was stopped waits, and new prompts are drawn; this one is drawn by hand.
         while step < 3 and (await buffer.query({"group_id": 0}))[0].attempt < step + 1:
-            await buffer.redraw(9, TASK)
+            await internals(buffer).redraw(9, TASK)
             await buffer.storage.release(buffer.owner)
     calls = Counted()
     second = running_ahead(calls, buffer=buffer, tail_batch_trigger_size=8, over_sample_threshold=1.0, members=1)
@@ -1006,7 +1007,7 @@ async def test_a_buffer_closed_in_the_middle_ends_the_batch_and_leaves_no_task()
     with pytest.raises(BufferClosed):
         await producing
     assert producer.strategy.in_flight(TASK) == 0
-    ledger = (await producer.buffer.storage.ledger())[TASK]
+    ledger = (await producer.buffer.storage.summary()).ledger()[TASK]
     assert (ledger["in_flight"], ledger["buffered"]) == (0, 2)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from forebay import BufferClosed, ForebayError, LostLease, MemoryStorage, ReplayBuffer, Status, sample_staleness
+from forebay.buffer.internal import internals
 from forebay.storage.base import Storage
 from forebay.testing import make_group
 from tests.processes import HANG_S
@@ -49,7 +50,7 @@ async def test_g05_cancels_and_closes_at_any_moment_leave_no_hold_without_a_hold
 
     async def produce(buffer: ReplayBuffer) -> None:
         while True:
-            for group in await buffer.redraw(2, "math"):
+            for group in await internals(buffer).redraw(2, "math"):
                 for state in group:
                     state.status, state.response_ids, state.version_spans = Status.COMPLETED, [1], ()
                 await buffer.put(group, "math", model_step=max(0, step - 2))
@@ -111,7 +112,7 @@ async def test_closing_while_opening_leaves_nothing_open() -> None:
         await buffer.close()
         assert isinstance((await asyncio.gather(first, return_exceptions=True))[0], (ForebayError, int))
         assert buffer._session.heartbeat is None
-        assert not storage._open
+        assert not storage._engine.open
 
 
 async def test_a_close_that_was_cancelled_can_be_repeated() -> None:

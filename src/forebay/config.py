@@ -22,6 +22,7 @@ import msgspec
 from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.group_ends import OnGroupEnd
+from forebay.core.capacity import EXPECT_GROUP_BYTES
 from forebay.core.policy import (
     FIFOReplayPolicy,
     FreshestReplayPolicy,
@@ -47,7 +48,6 @@ from forebay.produce.filters import Filter
 from forebay.produce.judge import GroupReward, SampleReward
 from forebay.prompts.records import Tokenize, ToRolloutState
 from forebay.prompts.sampler import Sampler
-from forebay.core.capacity import EXPECT_GROUP_BYTES
 from forebay.storage.base import Storage
 from forebay.storage.local.memory import MemoryStorage
 

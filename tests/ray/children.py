@@ -13,6 +13,7 @@ import numpy as np
 import ray
 
 from forebay import NoSuchBuffer, ReplayBuffer, ReplayBufferConfig, RolloutState, Status, blocking
+from forebay.buffer.internal import internals
 from forebay.ray import RayReplayBuffer
 from forebay.ray.actor import NAMESPACE
 from tests.processes import HANG_S
@@ -85,13 +86,17 @@ class Worker:
 
     def draw(self, n: int, task_name: str = TASK) -> list[int]:
         """Issue new prompts, and keep them."""
-        cursor, _ = self._buffer.position(task_name)
-        drawn = self._buffer.issue(prompts(n), task_name, cursor=cursor)
+
+        async def issue() -> list[list[RolloutState]]:
+            cursor, _ = await self._buffer.native.position(task_name)
+            return await self._buffer.native.issue(prompts(n), task_name, cursor=cursor)
+
+        drawn = self._buffer.submit(issue()).result()
         self._drawn += drawn
         return ids(drawn)
 
     def redraw(self, n: int, task_name: str = TASK) -> list[int]:
-        drawn = self._buffer.redraw(n, task_name)
+        drawn = self._buffer.submit(self._buffer.native.redraw(n, task_name)).result()
         self._drawn += drawn
         return ids(drawn)
 
@@ -173,8 +178,8 @@ async def connected(name: str) -> AsyncIterator[RayReplayBuffer]:
 
 async def drawn(buffer: ReplayBuffer, n: int, task_name: str = TASK) -> list[list[RolloutState]]:
     """New prompts."""
-    cursor, _ = await buffer.position(task_name)
-    return await buffer.issue(prompts(n), task_name, cursor=cursor)
+    cursor, _ = await internals(buffer).position(task_name)
+    return await internals(buffer).issue(prompts(n), task_name, cursor=cursor)
 
 
 async def fill(buffer: ReplayBuffer, n: int, task_name: str = TASK, tokens: int = 3) -> list[int]:

@@ -32,6 +32,7 @@ from forebay import (
     WaitTimeout,
     blocking,
 )
+from forebay.buffer.internal import internals
 from forebay.core.record import Record
 from forebay.ray import RayReplayBuffer, wire
 from forebay.ray import storage as storage_module
@@ -66,8 +67,8 @@ async def buffer(shared: str) -> AsyncIterator[RayReplayBuffer]:
 
 def test_the_blocking_facade_takes_it_as_it_is(shared: str) -> None:
     with blocking.ReplayBuffer(RayReplayBuffer.connect(shared)) as buffer:
-        groups = buffer.issue(children.prompts(3), "blocking", cursor=0)
-        buffer.put_many([answered(group) for group in groups], "blocking")
+        issuing = buffer.submit(buffer.native.issue(children.prompts(3), "blocking", cursor=0))
+        buffer.put_many([answered(group) for group in issuing.result()], "blocking")
         with buffer.lease_batch({"blocking": 2}, train_step=1, timeout_s=HANG_S) as lease:
             assert ids(lease.groups) == [0, 1]
         assert buffer.count("blocking", COMPLETED) == 1
@@ -156,8 +157,8 @@ async def test_any_storage_with_limits_and_a_policy_of_the_users_own(
 
 
 async def drawn_within(buffer: ReplayBuffer, timeout_s: float) -> None:
-    cursor, _ = await buffer.position("math")
-    await buffer.issue(children.prompts(1), "math", cursor=cursor, timeout_s=timeout_s)
+    cursor, _ = await internals(buffer).position("math")
+    await internals(buffer).issue(children.prompts(1), "math", cursor=cursor, timeout_s=timeout_s)
 
 
 async def test_a_manager_runs_on_it_and_its_checkpoint_goes_on_elsewhere(
@@ -356,5 +357,5 @@ async def test_g06_what_is_too_old_expires_whoever_moved_the_step(shared: str, b
         with pytest.raises(WaitTimeout):
             await other.lease_batch({"aging": 2}, train_step=5, timeout_s=0.05)
         assert await buffer.count("aging", Status.EXPIRED) == 1
-        assert len(await buffer.redraw(2, "aging")) == 1
+        assert len(await internals(buffer).redraw(2, "aging")) == 1
         assert await closed_ledger(buffer, "aging") == {"issued": 1, "in_flight": 1}

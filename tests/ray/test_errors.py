@@ -27,6 +27,7 @@ from forebay import (
     UnsupportedPayload,
     VersionMismatch,
 )
+from forebay.buffer.internal import internals
 from forebay.ray import RayReplayBuffer, wire
 from forebay.ray.actor import NAMESPACE, BufferActor
 from forebay.ray.link import Link
@@ -104,7 +105,7 @@ LEAVES = """
             print("NoCluster", ray.is_initialized())
         ray.init(address=sys.argv[1], **options)
         try:
-            await buffer.position("leaving")
+            await internals(buffer).position("leaving")
         except StorageUnavailable as error:
             print("again" in str(error))
         await buffer.close()
@@ -315,7 +316,7 @@ async def test_a_payload_that_is_no_plain_data_is_refused_and_nothing_stored(sha
 
 async def test_a_call_that_cannot_be_sent_leaves_no_number_behind(shared: str) -> None:
     async with connected(shared) as buffer:
-        await buffer.position("unsent")
+        await internals(buffer).position("unsent")
         link: Link = buffer.storage._link  # type: ignore[attr-defined]
         with pytest.raises(TypeError):
             link.begin("put", object(), changing=True)

@@ -23,6 +23,7 @@ from forebay import (
     StorageUnavailable,
     WaitTimeout,
 )
+from forebay.buffer.internal import internals
 from forebay.ray import RayReplayBuffer
 from forebay.ray.notes import LOST_REASON, read_note
 from tests.processes import HANG_S
@@ -70,11 +71,11 @@ async def test_g03_what_a_killed_producer_had_in_flight_is_drawn_again(
         assert ids(back) == [3, 4, 5, 6]
         assert await get(living.put.remote()) == [7, 8]  # it beats, and has lost nothing
         await buffer.put_many([answered(group) for group in back], "math")
-        assert await buffer.redraw(10, "math") == []
+        assert await internals(buffer).redraw(10, "math") == []
         assert await closed_ledger(buffer) == {"issued": 9, "buffered": 9}
         assert sorted(await train_on_all(buffer, 9)) == list(range(9))
         assert await closed_ledger(buffer) == {"issued": 9, "trained": 9}
-        assert (await buffer.position("math"))[0] == 9
+        assert (await internals(buffer).position("math"))[0] == 9
 
 
 async def test_g01_what_was_put_outlives_its_producer_and_its_node(
@@ -148,7 +149,7 @@ class History:
 
 async def produce(buffer: ReplayBuffer, history: History, choice: random.Random) -> None:
     while not history.stopped:
-        groups = await buffer.redraw(2, "math")
+        groups = await internals(buffer).redraw(2, "math")
         if not groups:
             try:
                 groups = await drawn(buffer, choice.randint(1, 3))
@@ -202,7 +203,7 @@ async def survive_kills(name: str, path: Path, kills: int, seed: int) -> None:
         assert len(set(history.put)) == len(history.put), "put twice"
         line = await closed_ledger(buffer)
         assert line["trained"] == len(history.trained)
-        assert line["issued"] == (await buffer.position("math"))[0] == len(history.put)
+        assert line["issued"] == (await internals(buffer).position("math"))[0] == len(history.put)
         rest = await buffer.query({"task_name": "math", "place": "buffered"})
         assert line.get("buffered", 0) == len(rest)
         assert {record.group_id for record in rest} == set(history.put) - set(history.trained)
@@ -338,7 +339,7 @@ async def test_g01_a_host_in_memory_that_is_killed_says_what_was_lost(
             assert sorted(await train_on_all(again, 3)) == [1, 2, 3]
             assert await closed_ledger(again) == {"issued": 4, "trained": 4}
             with pytest.raises(BufferLost):
-                await buffer.position("math")
+                await internals(buffer).position("math")
 
 
 async def _waits(name: str) -> int:

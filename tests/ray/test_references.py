@@ -15,6 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from forebay import MemoryStorage, ReplayBuffer, RolloutState, Status, UnsupportedPayload
+from forebay.buffer.internal import internals
 from forebay.core.references import references_of, resolve_group
 from forebay.errors import ReferenceLost
 from forebay.ray.references import lost, resolve
@@ -357,7 +358,7 @@ async def test_a_value_that_is_not_plain_data_is_refused_with_its_path(tmp_path:
 
 async def test_a_group_whose_reference_lost_its_owner_fails_with_that_reason(tmp_path: Path) -> None:
     async with ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db")) as buffer:
-        (drawn,) = await buffer.issue([make_group(status=Status.INIT)], "math", cursor=0)
+        (drawn,) = await internals(buffer).issue([make_group(status=Status.INIT)], "math", cursor=0)
         with producer() as actor:
             (image,) = await actor.image.remote(keep=True)
             await kill(actor)

@@ -139,7 +139,7 @@ async def _end(place: Place) -> None:
 
 
 async def line(host: Host, task_name: str = "math") -> dict[str, int]:
-    found = (await host.storage.ledger())[task_name]
+    found = (await host.storage.summary()).ledger()[task_name]
     assert found["issued"] == sum(found.values()) - found["issued"]
     return {name: n for name, n in found.items() if n}
 
@@ -199,10 +199,10 @@ async def test_a_call_that_comes_twice_is_done_once(place: Place, what: str) -> 
     records = stored[1:] if what == "revise" else stored
     message, kind = CALLS[what](client, records)
     first = await client.send(message, kind)
-    after = await host.storage.ledger()
+    after = (await host.storage.summary()).ledger()
     again = await client.send(message, kind)
     assert _plain(again) == _plain(first)
-    assert await host.storage.ledger() == after
+    assert (await host.storage.summary()).ledger() == after
     # At the same moment, too: the second one waits for the answer of the first.
     message, kind = client.putting(1)
     one, two = await asyncio.gather(client.send(message, kind), client.send(message, kind))
@@ -218,11 +218,11 @@ async def test_g07_a_call_that_comes_again_after_a_crash_gets_the_answer_that_wa
     records = stored[1:] if what == "revise" else stored
     message, kind = CALLS[what](client, records)
     first = await client.send(message, kind)
-    after = await sqlite.host.storage.ledger()
+    after = (await sqlite.host.storage.summary()).ledger()
     client.host = host = await sqlite.crash()
     again = await client.send(message, kind)
     assert _plain(again) == _plain(first)
-    assert await host.storage.ledger() == after
+    assert (await host.storage.summary()).ledger() == after
     # And those that were not answered before the crash are done now.
     assert len(await client.put(1)) == 1
     await line(host)

@@ -23,6 +23,7 @@ from forebay import (
     Status,
     WaitTimeout,
 )
+from forebay.buffer.internal import internals
 from forebay.ray import RayReplayBuffer
 from forebay.ray import storage as storage_module
 from forebay.ray.actor import actor_name
@@ -227,7 +228,7 @@ async def test_a_checkpoint_goes_from_any_number_of_shards_to_any_other(
                 group = await buffer.read(record.uid)
                 assert group is not None
                 assert is_whole(group)
-            assert (await buffer.position(name))[0] == 4
+            assert (await internals(buffer).position(name))[0] == 4
 
     async with hosted(new_name(), shards=3) as three:
         for name in names:
@@ -295,7 +296,7 @@ async def test_g01_when_one_of_the_actors_is_lost_the_tasks_of_the_others_go_on(
         lease = await buffer.lease_batch({second: 1}, train_step=1)
         children.kill_host(name)
         with pytest.raises(BufferLost) as caught:
-            await buffer.position(first)
+            await internals(buffer).position(first)
         assert caught.value.lost == {first: 2}
         with pytest.raises(BufferLost):
             await buffer.lease_batch({first: 1, second: 1}, train_step=1)

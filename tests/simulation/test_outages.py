@@ -527,9 +527,13 @@ class Away(MemoryStorage):
         self._check()
         return await super().settle(*args, **kwargs)
 
-    async def ledger(self, *args: Any, **kwargs: Any) -> Any:
+    async def summary(self, *args: Any, **kwargs: Any) -> Any:
         self._check()
-        return await super().ledger(*args, **kwargs)
+        return await super().summary(*args, **kwargs)
+
+    async def advance(self, *args: Any, **kwargs: Any) -> Any:
+        self._check()
+        return await super().advance(*args, **kwargs)
 
 
 @pytest.mark.parametrize("since", [0.5, 3, 5.5, 11])

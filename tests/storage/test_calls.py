@@ -15,13 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forebay import MemoryStorage, Storage
+from forebay.core.capacity import Settings
 from forebay.core.ledger import Event, Place
 from forebay.core.query import parse
 from forebay.core.record import Record, Row, describe
 from forebay.core.rollout import RolloutState, Status
 from forebay.errors import DamagedData, LostLease, StorageError, StorageUnavailable
-from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision, Settings
-from forebay.storage.idempotency import CALL, Answered, Call, Done, Handed, Stored, decode_kept, encode_kept
+from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision
+from forebay.storage.idempotency import CALL, Answered, Call, CallMemory, Done, Handed, Stored, decode_kept, encode_kept
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.samples import make_group
@@ -140,7 +141,7 @@ def wanting(purpose: Purpose, n: int, *statuses: Status, **more: Any) -> Claim:
 
 
 async def line(storage: Storage) -> dict[str, int]:
-    found = (await storage.ledger()).get("math", {"issued": 0})
+    found = (await storage.summary()).ledger().get("math", {"issued": 0})
     assert found["issued"] == sum(found.values()) - found["issued"], "G1"
     return {name: n for name, n in found.items() if n}
 
@@ -150,6 +151,7 @@ async def records(storage: Storage) -> list[Record]:
 
 
 async def value(storage: Storage, sequence: int, client: str = "client") -> Any:
+    assert isinstance(storage, CallMemory)
     found = await storage.answer(client, sequence)
     assert isinstance(found, Answered), f"call {sequence} of {client} has no answer"
     return found.value
@@ -267,7 +269,7 @@ async def test_a_call_that_was_refused_has_no_answer(site: Site) -> None:
     with called(1), pytest.raises(LostLease):
         await storage.settle("no lease", [1], Event.ACKED)
     with called(2):
-        assert await storage.claim(wanting(Purpose.LEASE, 1, whole=True)) is None
+        assert (await storage.claim(wanting(Purpose.LEASE, 1, whole=True))).rows is None
     assert [await storage.answer("client", n) for n in (1, 2)] == [None, None]
 
 
@@ -293,9 +295,9 @@ async def failing_commits(storage: Storage) -> AsyncIterator[None]:
         "CREATE TRIGGER refusing AFTER INSERT ON calls BEGIN INSERT INTO checked VALUES ('nothing'); END;"
         "PRAGMA foreign_keys = ON"
     )
-    await storage._do(lambda connection: connection.executescript(script), alone=True)
+    await storage._do(lambda transaction: transaction.connection.executescript(script), alone=True)
     yield
-    await storage._do(lambda connection: connection.executescript("DROP TRIGGER refusing"), alone=True)
+    await storage._do(lambda transaction: transaction.connection.executescript("DROP TRIGGER refusing"), alone=True)
 
 
 @pytest.mark.parametrize("operation", ["issue", "put", "claim", "settle", "revise", "discard"])
@@ -382,8 +384,11 @@ async def test_a_claim_that_was_taken_back_in_part_is_taken_back_whole(site: Sit
     assert await line(again) == {"issued": 3, "buffered": 2, "failed": 1}, "nobody holds what nobody learned of"
     assert await again.answer("client", 1) is None
     claimed = await again.claim(wanting(Purpose.LEASE, 2, owner="host"))
-    assert claimed is not None
-    assert [(row.record.uid, row.record.deliveries) for row in claimed["math"]] == [(second.uid, 1), (third.uid, 1)]
+    assert claimed.rows is not None
+    assert [(row.record.uid, row.record.deliveries) for row in claimed.rows["math"]] == [
+        (second.uid, 1),
+        (third.uid, 1),
+    ]
 
 
 async def test_a_take_whose_drawn_groups_were_lost_gives_the_others_back(site: Site) -> None:
@@ -391,7 +396,7 @@ async def test_a_take_whose_drawn_groups_were_lost_gives_the_others_back(site: S
     done, begun = await storage.put([arrival(text="done"), arrival(status=ABORTED)], owner="me")
     with called(1):
         claimed = await storage.claim(wanting(Purpose.TAKE, 2, COMPLETED, ABORTED))
-    assert claimed is not None
+    assert claimed.rows is not None
     assert await line(storage) == {"issued": 2, "trained": 1, "in_flight": 1}
     await storage.release("me")
     with pytest.raises(LostLease, match="1 of 2"):
@@ -437,7 +442,7 @@ async def test_a_cancelled_claim_has_no_answer(site: Site, purpose: Purpose) -> 
             assert await storage.answer("client", sequence) is None
             assert await line(storage) == {"issued": 2, "buffered": 2}
             continue
-        assert claimed is not None
+        assert claimed.rows is not None
         assert await value(storage, sequence) == claimed
         await storage.undo(wanting(purpose, 2), claimed)
     assert cancelled
@@ -453,8 +458,8 @@ async def test_a_damaged_payload_costs_its_group_and_the_answer_is_of_the_rest(t
     with called(1):
         claimed = await storage.claim(wanting(Purpose.TAKE, 2))
     again = await site.crash()
-    assert claimed is not None
-    assert [row.record.uid for row in claimed["math"]] == [second.uid]
+    assert claimed.rows is not None
+    assert [row.record.uid for row in claimed.rows["math"]] == [second.uid]
     assert await value(again, 1) == claimed
     assert await line(again) == {"issued": 2, "trained": 1, "failed": 1}
     await site.close()
@@ -643,7 +648,7 @@ async def test_holders_end_with_the_process_unless_told_otherwise(tmp_path: Path
     storage = SQLiteStorage(tmp_path / "store.db", clock=clock)
     await storage.open("host", Settings(), None)
     assert await line(storage) == {"issued": 3, "buffered": 3}
-    assert await storage.holdings() == []
+    assert (await storage.summary(holdings=True)).holdings == []
     await storage.close("host")
 
 
@@ -738,8 +743,8 @@ class Player:
         claim = wanting(Purpose.LEASE, n, lease_id=f"lease {self.sequence}", whole=n % 2 == 0)
         return lambda: self.storage.claim(claim)
 
-    def after_lease(self, claimed: Claimed | None) -> None:
-        rows: list[Row] = [] if claimed is None else claimed["math"]
+    def after_lease(self, claimed: Claimed) -> None:
+        rows: list[Row] = (claimed.rows or {}).get("math", [])
         if rows:
             self.leases.append((str(rows[0].record.lease_id), [row.record.uid for row in rows]))
 
@@ -756,7 +761,7 @@ class Player:
         return lambda: self.storage.claim(wanting(Purpose.DRAW, n, INIT, ABORTED))
 
     def after_draw(self, claimed: Claimed) -> None:
-        self.flying += [row.record for row in claimed["math"]]
+        self.flying += [row.record for row in claimed.rows["math"]]
 
     def discard(self, n: int) -> Any:
         return lambda: self.storage.discard(parse({"tokens": n}), "not wanted")
@@ -782,7 +787,9 @@ async def played(site: Site, history: list[tuple[str, int, bool]]) -> None:
         await expected.play(name, n, crash)
         await player.play(name, n, crash)
         assert await line(player.storage) == await line(plain), name
-    assert (await player.storage.account("math")).reasons == (await plain.account("math")).reasons
+    assert (await player.storage.summary()).task("math").account.reasons == (await plain.summary()).task(
+        "math"
+    ).account.reasons
     if isinstance(site, SQLiteSite):
         assert await records(player.storage) == await records(plain)
     for owner in ("me", "host"):

@@ -25,7 +25,7 @@ class Clock:
 
 class _VirtualTime(StorageConformance):
     def advance_clock(self, storage: Storage, seconds: float) -> None:
-        clock = storage._clock  # type: ignore[attr-defined]
+        clock = storage._engine.clock  # type: ignore[attr-defined]
         clock.now += seconds
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from forebay import ReplayBuffer
+from forebay.buffer.internal import internals
 from forebay.core.rollout import RolloutState, Status
 from forebay.errors import BufferClosed, CursorMoved, LostLease, StorageUnavailable, WaitTimeout
 from forebay.storage.postgres import PostgresStorage
@@ -50,13 +51,13 @@ async def produce(buffer: ReplayBuffer, seed: int) -> None:
     """Draw until the data set of GROUPS prompts is used up; generate; bring back."""
     chance = random.Random(seed)
     while True:
-        drawn: list[list[RolloutState]] = await buffer.redraw(2, TASK)
+        drawn: list[list[RolloutState]] = await internals(buffer).redraw(2, TASK)
         if not drawn:
-            cursor, _ = await buffer.position(TASK)
+            cursor, _ = await internals(buffer).position(TASK)
             if cursor < GROUPS:
                 prompts = [make_group(status=Status.INIT, text=f"prompt {cursor + i}") for i in range(2)]
                 try:
-                    drawn = await buffer.issue(prompts, TASK, cursor=cursor)
+                    drawn = (await internals(buffer).issue(prompts, TASK, cursor=cursor)).groups
                 except CursorMoved:
                     continue
             else:
@@ -106,7 +107,7 @@ async def consume(buffer: ReplayBuffer, seed: int) -> None:
 
 async def sleepwalk(buffer: ReplayBuffer, seed: int) -> None:
     """Hold a drawn group and a lease, say so, and go on only after having been stopped for longer than the lease."""
-    (drawn,) = await buffer.issue([make_group(status=Status.INIT)], TASK, cursor=0)
+    (drawn,) = (await internals(buffer).issue([make_group(status=Status.INIT)], TASK, cursor=0)).groups
     lease = await buffer.lease_batch({"code": 1}, train_step=1, timeout_s=HANG_S)
     report(holds=True)
     await asyncio.to_thread(sys.stdin.readline)
@@ -231,7 +232,7 @@ def test_four_produce_and_two_consume_and_some_are_killed() -> None:
             (line,) = (await buffer.ledger()).values()
             assert {name: n for name, n in line.items() if n} == {"issued": GROUPS, "trained": GROUPS}
             assert not await storage.verify()
-            assert (await buffer.position(TASK))[0] == GROUPS
+            assert (await internals(buffer).position(TASK))[0] == GROUPS
 
     asyncio.run(check())
 

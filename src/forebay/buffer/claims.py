@@ -151,16 +151,20 @@ class LeaseAttempt:
         await session.ready()
         expiry.see(self._train_step, asked(self._claim.wants))
         claimed = await session.storage.claim(self._claim)
-        if claimed.rows is not None:
-            self._rows = claimed.rows
+        expiry.learn_limits(claimed.limits)
+        if claimed.rows is None and claimed.due:
+            await expiry.expire(claimed.due)
+            claimed = await session.storage.claim(self._claim)
+        if claimed.rows is None:
+            return False
+        self._rows = claimed.rows
         try:
-            expiry.learn_limits(claimed.limits)
             if claimed.due:
                 await expiry.expire(claimed.due)
         except BaseException:
             await self._give_back()
             raise
-        return claimed.rows is not None
+        return True
 
     async def grant(self) -> Lease:
         """The lease of the batch that was claimed."""

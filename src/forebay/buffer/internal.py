@@ -20,7 +20,7 @@ from forebay.buffer.session import Session
 from forebay.core.ledger import Clock
 from forebay.core.record import Record, Row, Tags, check_tags, identify, present
 from forebay.core.rollout import DRAWABLE, RolloutState, Status
-from forebay.core.staleness import check_step
+from forebay.core.staleness import NO_LIMITS, check_step
 from forebay.core.validate import check_group, checked_many, checked_statuses, checked_task, whole_number
 from forebay.errors import InvalidInput
 from forebay.storage.base import Arrival, Content, Summary
@@ -180,7 +180,7 @@ class Internals:
             task_name,
             timeout_s,
         )
-        if in_force != self.expiry.limits(task_name):
+        if in_force != NO_LIMITS and self.expiry.limits(task_name) == NO_LIMITS:
             await self.expiry.advance({task_name: Clock(limits=in_force)})
         return records
 

@@ -16,7 +16,7 @@ import contextvars
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ __all__ = [
     "in_thread",
     "see_through",
     "start_thread",
+    "uncancelled",
 ]
 
 T = TypeVar("T")
@@ -128,6 +129,16 @@ async def see_through(future: asyncio.Future[T]) -> asyncio.CancelledError | Non
         except asyncio.CancelledError as error:
             cancelled = error
     return cancelled
+
+
+async def uncancelled(work: Awaitable[T]) -> T:
+    """The result of work that must not stop halfway: a cancel of the caller is raised when the work has ended."""
+    future = asyncio.ensure_future(work)
+    cancelled = await see_through(future)
+    result = future.result()
+    if cancelled is not None:
+        raise cancelled
+    return result
 
 
 async def in_thread(work: Callable[[], T], *, pool: Pool = FILES, undo: Callable[[T], object] | None = None) -> T:

@@ -252,8 +252,7 @@ class ProduceStrategy:
         began, works, task_name = loop.time(), task.works, task.works.task_name
         pauses = works.pauses
         await works.bring_back()
-        await self._set_clock(task, steps.train_step)
-        summary = await self._summary(task)
+        summary = await self._set_clock(task, steps.train_step)
         if target is None:
             line = summary.line()
             target = line["trained"] + line["leased"] + batch_size
@@ -325,15 +324,17 @@ class ProduceStrategy:
         )  # fmt: skip
         return production
 
-    async def _set_clock(self, task: _Task, train_step: int) -> None:
+    async def _set_clock(self, task: _Task, train_step: int) -> TaskSummary:
         """Set the limits of a task in the storage, advance its clock, and expire groups that are too old by them."""
         name, limits = task.works.task_name, self.limits
         await self._internals.advance({name: Clock(train_step=train_step, limits=limits)})
         summary = await self._summary(task)
+        left = not limits.retryable and summary.statuses.get(Status.EXPIRED, 0)
         if summary.due:
             await self._internals.expiry.expire((name,))
-        if not limits.retryable and summary.statuses.get(Status.EXPIRED, 0):
-            await self._internals.expiry.drop_expired(name)  # left from a time when they could be retried
+        if left:
+            await self._internals.expiry.drop_expired(name)  # from a time when they could be retried
+        return await self._summary(task) if summary.due or left else summary
 
     async def _summary(self, task: _Task) -> TaskSummary:
         """The counts of a task; groups that anybody discarded are counted in its figures."""

@@ -16,14 +16,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.internal import Issued, internals
-from forebay.core.aio import DATA, Turns, in_thread, see_through
+from forebay.core.aio import DATA, Turns, in_thread, see_through, uncancelled
 from forebay.core.fingerprint import Fingerprint, SourceState, differences, pack_state, unpack_state
 from forebay.core.issued import remember_prompt
 from forebay.core.record import number_rollouts
@@ -48,7 +48,6 @@ __all__ = ["Sampler", "SamplerWithReplayBuffer", "check_sampler"]
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Groups: TypeAlias = list[list[RolloutState]]
 
 _ISSUED_AT_ONCE = 64
@@ -486,7 +485,7 @@ class SamplerWithReplayBuffer(_OverDataset):
             await self._return([] if issuing.exception() else issuing.result().groups, task_name)
         else:
             # The loop shuts down, and the store may have done it nevertheless, which the position tells.
-            await _finish(self._return_issued(drawn.groups, cursor, task_name))
+            await uncancelled(self._return_issued(drawn.groups, cursor, task_name))
         raise cancelled or asyncio.CancelledError
 
     async def _return_issued(self, groups: Groups, cursor: int, task_name: str) -> None:
@@ -499,7 +498,7 @@ class SamplerWithReplayBuffer(_OverDataset):
     async def _return(self, groups: Groups, task_name: str) -> None:
         """Give back what a draw that failed had; its own error is the one to hear of."""
         try:
-            await _finish(give_back(self.replay_buffer, groups, task_name))
+            await uncancelled(give_back(self.replay_buffer, groups, task_name))
         except ForebayError:
             log.exception("draw_not_returned task=%s groups=%d", task_name, len(groups))
 
@@ -558,13 +557,3 @@ async def give_back(replay_buffer: ReplayBuffer, groups: Sequence[list[RolloutSt
             failed = failed or error  # the others go back all the same
     if failed is not None:
         raise failed
-
-
-async def _finish(work: Awaitable[T]) -> T:
-    """See work through that must not be left half done, though the caller is cancelled."""
-    future = asyncio.ensure_future(work)
-    cancelled = await see_through(future)
-    result = future.result()
-    if cancelled is not None:
-        raise cancelled
-    return result
