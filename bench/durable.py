@@ -244,7 +244,7 @@ async def postgres_stores(directory: Path, rounds: int, verdict: Verdict) -> Non
         import asyncpg
 
         from forebay.storage.postgres import PostgresStorage
-        from forebay.storage.postgres.rows import COLUMNS, record_values
+        from forebay.storage.postgres.columns import COLUMNS, record_values
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it falls back from XDG_RUNTIME_DIR with a warning

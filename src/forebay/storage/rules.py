@@ -17,22 +17,30 @@ from forebay.core.record import NO_TAGS, Facts, Record
 from forebay.core.rollout import Status
 from forebay.core.staleness import NO_LIMITS
 from forebay.errors import DuplicateGroup, InvalidInput, LostLease
-from forebay.storage.base import Arrival, Content, Purpose
+from forebay.storage.base import Arrival, Claim, Content, Purpose
 
 __all__ = [
     "StreamCheck",
+    "abandoned_record",
+    "archived_record",
     "check_return",
     "claim_event",
+    "claimed_record",
     "copied",
     "drawn_by_hand",
     "duplicate_in_put",
+    "ended_record",
     "fitting",
     "is_used",
     "lost_lease",
+    "nacked_record",
     "new_record",
     "restored_accounts",
+    "returned_record",
     "revised_record",
+    "rewound_record",
     "same_settings",
+    "unclaimed_record",
 ]
 
 _SHARED = tuple(name for name in Facts.__struct_fields__ if name in Record.__struct_fields__)
@@ -88,6 +96,81 @@ def revised_record(record: Record, content: Content) -> Record:
 
 def _described(facts: Facts) -> dict[str, Any]:
     return {name: getattr(facts, name) for name in _SHARED}
+
+
+# Of a group that moves from one place to another.
+
+
+def returned_record(record: Record, content: Content, timestamp_id: int, now: float) -> Record:
+    """A group in flight that its producer brings back."""
+    return replace(
+        revised_record(record, content), timestamp_id=timestamp_id, place=Place.BUFFERED, owner=None, moved_at=now
+    )
+
+
+def ended_record(record: Record, content: Content) -> Record:
+    """The last record of a group in flight that ends when its producer brings it back; its payload is not stored."""
+    facts = content.facts
+    return replace(record, tokens=facts.tokens, status=facts.status, session_ids=facts.session_ids)
+
+
+def claimed_record(record: Record, claim: Claim, now: float) -> Record:
+    """A buffered group that a claim leases, or hands to a producer."""
+    if claim.purpose is not Purpose.LEASE:
+        return replace(record, place=Place.IN_FLIGHT, owner=claim.owner, attempt=record.attempt + 1, moved_at=now)
+    return replace(
+        record,
+        place=Place.LEASED,
+        owner=claim.owner,
+        lease_id=claim.lease_id,
+        train_step=claim.train_step,
+        deliveries=record.deliveries + 1,
+        moved_at=now,
+    )
+
+
+def unclaimed_record(record: Record, moved_at: float) -> Record:
+    """A claimed group that goes back because its caller never learned of the claim."""
+    deliveries = record.deliveries - (record.place is Place.LEASED)
+    return replace(nacked_record(record, moved_at), deliveries=deliveries)
+
+
+def nacked_record(record: Record, now: float) -> Record:
+    """A leased group that goes back to its old place in the order."""
+    return replace(record, place=Place.BUFFERED, owner=None, lease_id=None, train_step=None, moved_at=now)
+
+
+def abandoned_record(record: Record, timestamp_id: int, now: float) -> Record:
+    """A group in flight whose producer gave it up; it arrives again."""
+    return replace(
+        record,
+        place=Place.BUFFERED,
+        status=Status.ABORTED,
+        owner=None,
+        timestamp_id=timestamp_id,
+        revision=record.revision + 1,
+        moved_at=now,
+    )
+
+
+def archived_record(record: Record, now: float) -> Record:
+    """A group that ended as trained, and is kept."""
+    return replace(
+        record,
+        place=Place.ARCHIVED,
+        status=Status.ARCHIVED,
+        owner=None,
+        lease_id=None,
+        revision=record.revision + 1,
+        moved_at=now,
+    )
+
+
+def rewound_record(record: Record, status: Status, now: float) -> Record:
+    """An archived group that is buffered again, with the status of its samples."""
+    return replace(
+        record, place=Place.BUFFERED, status=status, train_step=None, revision=record.revision + 1, moved_at=now
+    )
 
 
 # --- moves --------------------------------------------------------------------------------------------

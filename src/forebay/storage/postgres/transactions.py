@@ -1,4 +1,4 @@
-"""Transactions on a connection, and which errors mean that the server is not there."""
+"""Transactions on a connection, and the errors that mean that the server is away."""
 
 from __future__ import annotations
 
@@ -8,30 +8,38 @@ from typing import Any
 
 import asyncpg
 
-__all__ = ["GONE", "LOST", "READ", "roll_back", "transaction"]
+__all__ = ["AWAY", "LOST", "READ", "is_closed", "roll_back", "transaction"]
 
-GONE = (
+AWAY = (
     asyncpg.PostgresConnectionError,
     asyncpg.OperatorInterventionError,  # the server shuts down, or starts
     asyncpg.TooManyConnectionsError,
 )
-"""The server says that it is not there for us."""
+"""The server says that it cannot serve us."""
 
 LOST: tuple[type[BaseException], ...] = (
-    *GONE,
+    *AWAY,
     asyncpg.InterfaceError,
     asyncpg.InternalClientError,
     OSError,  # TimeoutError included
 )
-"""What is raised when the server is not there or goes away; the last three also for other reasons."""
+"""Raised when the server is away or goes away; the last three are raised for other reasons as well."""
 
 READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
 """Begins a transaction that reads one moment."""
 
 
+def is_closed(connection: Any) -> bool:
+    """Whether a connection can no longer be used; a pool refuses even the question then."""
+    try:
+        return bool(connection.is_closed())
+    except asyncpg.InterfaceError:
+        return True
+
+
 @asynccontextmanager
 async def transaction(connection: Any, begin: str = "BEGIN") -> AsyncIterator[None]:
-    """One transaction. (asyncpg's own remembers one whose start was cancelled as if it were still open.)"""
+    """One transaction. (asyncpg's own takes one whose start was cancelled to be still open.)"""
     try:
         await connection.execute(begin)
         yield
@@ -46,11 +54,12 @@ async def roll_back(connection: Any) -> None:
 
     Always: after a cancelled statement the connection does not know yet whether a transaction is open.
     """
-    if connection.is_closed():
+    if is_closed(connection):
         return
     try:
         await connection.execute("ROLLBACK")
     except BaseException as error:
-        connection.terminate()
+        if not is_closed(connection):
+            connection.terminate()
         if not isinstance(error, LOST):
             raise

@@ -1,11 +1,11 @@
-"""The companion of a storage: one more connection, on an event loop in a thread of its own.
+"""The notifier of a storage: one more connection, on an event loop in its own thread.
 
-It listens for what other processes changed, tells them what this one changed, and renews the deadlines of owners, so
-that a trainer whose event loop is busy keeps its leases. A notification is sent after the commit that it tells of,
-all that is waiting in one: within the transaction it would make every commit of the server wait for the one before.
+It listens for changes of other processes, tells them of the changes of this one, and renews the deadlines of owners, so
+that a trainer whose event loop is busy keeps its leases. A notification is sent after the commit that it tells of, and
+pending ones are sent as one: inside the transaction it would make every commit of the server wait for the one before.
 (A process that dies in between is noticed at its deadline: whoever reaps it wakes everybody.)
 
-If the connection breaks, it comes back with growing pauses and a warning, and then wakes every listener to look again.
+If the connection breaks, the notifier connects again with growing pauses and a warning, and then wakes every listener.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import Any
 
 from forebay.core.aio import in_thread
 from forebay.errors import ForebayError
-from forebay.storage.postgres.rows import from_text, to_text
+from forebay.storage.postgres.columns import from_text, to_text
 from forebay.storage.postgres.transactions import LOST
 
-__all__ = ["EVERYTHING", "Companion"]
+__all__ = ["EVERYTHING", "Notifier"]
 
 log = logging.getLogger(__name__)
 
 EVERYTHING = None
-"""Heard instead of task names: anything may have changed."""
+"""Given instead of task names: any task may have changed."""
 
 _MAX_PAYLOAD_BYTES = 7_000  # the server takes 8,000
 _FIRST_PAUSE_S = 0.05
@@ -47,8 +47,8 @@ ON CONFLICT (owner) DO UPDATE SET deadline = excluded.deadline, reaped = false
 """
 
 
-class Companion:
-    """`heard` is called, in the companion's thread, with the tasks that others changed."""
+class Notifier:
+    """`heard` is called in the notifier's thread with the tasks that other processes changed."""
 
     def __init__(
         self, name: str, connect: Callable[[], Awaitable[Any]], heard: Callable[[Collection[str] | None], None]
@@ -62,13 +62,13 @@ class Companion:
         self._pending: set[str] | None = set()
         self._connection: Any = None
         self._stopping = False
-        self._event = asyncio.Event()  # something is to be done
+        self._event = asyncio.Event()  # there is something to do
         self._using = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name=f"forebay-postgres-{name}", daemon=True)
         self._thread.start()
 
     async def listening(self) -> None:
-        """Wait until it listens for the first time, or could not."""
+        """Wait until it listens for the first time; raises if it cannot."""
         await asyncio.wrap_future(self._first)
 
     def tell(self, tasks: Collection[str] | None) -> None:
@@ -84,7 +84,7 @@ class Companion:
         self._event.set()
 
     def beat(self, owner: str, lease_s: float) -> None:
-        """Renew a deadline. Blocks its thread for a moment; a failure is logged, the next beat may succeed."""
+        """Renew a deadline. Blocks the calling thread; a failure is logged, the next heartbeat may succeed."""
         beating = self._beat(owner, lease_s)
         try:
             done = asyncio.run_coroutine_threadsafe(beating, self._loop)
@@ -99,16 +99,16 @@ class Companion:
     async def _beat(self, owner: str, lease_s: float) -> None:
         connection = self._connection
         if connection is None:
-            raise ConnectionError("not connected just now")
+            raise ConnectionError("the notifier is not connected")
         async with self._using:
             try:
                 await connection.execute(_BEAT, to_text(owner), lease_s, timeout=_BEAT_TIMEOUT_S)
             except LOST:
-                connection.terminate()  # also what answers no more: a new one may
+                connection.terminate()  # also one that no longer answers: a new one may
                 raise
 
     async def stop(self) -> None:
-        """Send what is pending and end the thread."""
+        """Send pending notifications and end the thread."""
 
         def end() -> None:
             self._stopping = True
@@ -124,8 +124,8 @@ class Companion:
         try:
             self._loop.run_until_complete(self._serve())
         except BaseException as error:
-            log.exception("postgres_companion_failed buffer=%s", self._name)
-            if not self._first.done():  # nobody may wait for ever for what never comes
+            log.exception("postgres_notifier_failed buffer=%s", self._name)
+            if not self._first.done():  # nobody may wait for it forever
                 self._first.set_exception(error)
         finally:
             self._loop.close()
@@ -169,7 +169,7 @@ class Companion:
                 self._event.clear()
 
     async def _attend(self) -> None:
-        """Send what is pending until the connection is lost or the end has come."""
+        """Send notifications until the connection is lost or `stop` is called."""
         while True:
             while self._pending is None or self._pending:
                 pending, self._pending = self._pending, set()
@@ -192,7 +192,7 @@ class Companion:
         self._event.set()
 
     def _hear(self, connection: Any, pid: int, channel: str, payload: str) -> None:
-        if pid != connection.get_server_pid():  # of this process: its listeners know already
+        if pid != connection.get_server_pid():  # this process has called its listeners already
             tasks = json.loads(payload)
             self._heard(None if tasks is None else [from_text(task_name) for task_name in tasks])
 

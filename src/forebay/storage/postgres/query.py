@@ -1,8 +1,8 @@
-"""A query tree as a condition in SQL, with exactly the meaning that `query` gives it.
+"""A query tree as a condition in SQL, with exactly the meaning that `core.query` gives it.
 
-Every condition is true or false, never null, so that NOT is plain negation. Values travel as parameters, always; the
-only names in the text are those of columns that the parser knows. Tags are looked up in `tag_values`: a tag
-satisfies a condition only against an operand of its own type.
+Every condition is true or false, never null, so that NOT is plain negation. Values are always passed as parameters; the
+only names in the SQL are those of columns that the parser knows. Tags are looked up in `tag_values`: a tag
+satisfies a condition only against an operand of the same type.
 """
 
 from __future__ import annotations
@@ -12,31 +12,16 @@ from typing import Any
 from forebay.core.query import And, Compare, Constant, Member, Node, Not, Or
 from forebay.core.record import Scalar
 from forebay.errors import InvalidInput, InvalidQuery
-from forebay.storage.postgres.rows import exact_number, to_text
+from forebay.storage.postgres.columns import TYPES, exact_number, to_text
 
 __all__ = ["condition"]
 
 _TAG = "tags."
-_TEXT = ("task_name", "status", "place")
-_FLOAT = ("reward", "priority", "created_at")
-_WHOLE = (
-    "uid",
-    "timestamp_id",
-    "oldest_step",
-    "newest_step",
-    "group_id",
-    "samples",
-    "tokens",
-    "bytes",
-    "num_tries",
-    "unjudged",
-    "deliveries",
-)
 _OPS = {"eq": "=", "ne": "<>", "gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
 
 
 def condition(node: Node, parameters: list[Any]) -> str:
-    """The condition of a tree; its values are appended to `parameters`, whose places it names ($1, ...)."""
+    """The condition of a tree; its values are appended to `parameters`, which it names $1, $2, ..."""
     return _Writer(parameters).write(node)
 
 
@@ -73,16 +58,14 @@ class _Writer:
         column = f'"{field}"'
         if operand is None:
             return f"({column} IS {'' if op == 'eq' else 'NOT '}NULL)"
-        if field in _TEXT:
+        if TYPES[field] == "text":
             return f"({column} {_OPS[op]} {self._value(_operand_text(str(operand)), 'text')})"
-        if field in _WHOLE:
+        if TYPES[field] == "bigint":
             return f"({column} IS NOT NULL AND {column} {_OPS[op]} {self._value(operand, 'bigint')})"
-        if field not in _FLOAT:
-            raise InvalidQuery(f"PostgreSQL keeps no column {field!r}")
         assert isinstance(operand, (int, float))
         nearest = float(operand)
         if nearest != operand:
-            # A whole number between two floats: nothing is equal to it, and its neighbour stands for it.
+            # An integer between two floats: nothing is equal to it, and it compares as its neighbour does.
             if op in ("eq", "ne"):
                 return "false" if op == "eq" else f"({column} IS NOT NULL)"
             above = nearest > operand
@@ -92,9 +75,9 @@ class _Writer:
     def _member(self, field: str, values: tuple[Scalar, ...], negated: bool) -> str:
         column = f'"{field}"'
         known: list[Any] = [value for value in values if value is not None]
-        if field in _TEXT:
+        if TYPES[field] == "text":
             found = self._value([_operand_text(str(value)) for value in known], "text[]")
-        elif field in _WHOLE:
+        elif TYPES[field] == "bigint":
             found = self._value(known, "bigint[]")
         else:
             found = self._value([float(v) for v in known if float(v) == v], "double precision[]")
@@ -143,8 +126,8 @@ class _Writer:
         inside = " OR ".join(f"coalesce({each}, false)" for each in found) or "false"
         if not negated:
             return f"({inside} OR {tag} IS NULL)" if None in values else f"({inside})"
-        spoken_of = " OR ".join(f"coalesce({each}, false)" for each in kinds) or "true"
-        return f"({tag} IS NOT NULL AND NOT ({inside}) AND ({spoken_of}))"
+        same_type = " OR ".join(f"coalesce({each}, false)" for each in kinds) or "true"
+        return f"({tag} IS NOT NULL AND NOT ({inside}) AND ({same_type}))"
 
 
 def _text_of(tag: str) -> str:

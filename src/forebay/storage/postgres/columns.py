@@ -1,0 +1,166 @@
+"""Records as columns of the table `groups`, and back.
+
+The columns are the fields of `Record`, and two more: `tag_values` (the tags as JSON, which queries read) and
+`trained_as` (the status of an archived group before it was trained). Every value comes back as it was stored: tags
+also as MessagePack, and strings with an escape for the character NUL, which PostgreSQL cannot store; the escape keeps
+the order of code points.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import msgspec
+
+from forebay.codec.frame import decode_group
+from forebay.core.ledger import Place
+from forebay.core.record import NO_TAGS, Record, Row, Scalar, SessionIds, Tags, identify, number_rollouts
+from forebay.core.rollout import Status
+from forebay.errors import DamagedData, InvalidInput
+
+__all__ = [
+    "COLUMNS",
+    "DEFINITIONS",
+    "RECORD",
+    "TYPES",
+    "exact_number",
+    "from_text",
+    "read_record",
+    "read_row",
+    "record_values",
+    "to_text",
+]
+
+_FIELDS = Record.__struct_fields__
+COLUMNS = (*_FIELDS, "tag_values", "trained_as")
+"""All columns of `groups`, in the order of `record_values`."""
+
+RECORD = ", ".join(f"g.{name}" for name in _FIELDS)
+"""The columns that `read_record` reads, where `groups` is called g."""
+
+_OTHER_TYPES = {
+    **dict.fromkeys(("task_name", "status", "place"), "text NOT NULL"),
+    **dict.fromkeys(("owner", "lease_id", "trained_as"), "text"),
+    **dict.fromkeys(("created_at", "moved_at", "priority"), "double precision NOT NULL"),
+    **dict.fromkeys(("oldest_step", "newest_step", "token_step", "train_step"), "bigint"),
+    **dict.fromkeys(("session_ids", "tags"), "bytea"),
+    "reward": "double precision",
+    "tag_values": "jsonb",
+}
+_TYPES = {name: _OTHER_TYPES.get(name, "bigint NOT NULL") for name in COLUMNS}
+
+TYPES = {name: kind.removesuffix(" NOT NULL") for name, kind in _TYPES.items()}
+"""The SQL type of each column."""
+
+DEFINITIONS = ", ".join(f"{name} {kind}" for name, kind in _TYPES.items()).replace(" text", ' text COLLATE "C"')
+"""The columns as CREATE TABLE needs them."""
+
+_STRINGS = tuple(_FIELDS.index(name) for name in ("task_name", "owner", "lease_id"))
+_SESSIONS, _TAGS = _FIELDS.index("session_ids"), _FIELDS.index("tags")
+_STATUS, _PLACE = _FIELDS.index("status"), _FIELDS.index("place")
+_STATUSES = {str(status): status for status in Status}
+_PLACES = {str(place): place for place in Place}
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_sessions = msgspec.msgpack.Decoder(SessionIds).decode
+_decode_tags = msgspec.msgpack.Decoder(dict[str, str | int | float | bool | None]).decode
+
+
+# --- strings and numbers ------------------------------------------------------------------------------
+
+
+def to_text(string: str) -> str:
+    """A string as PostgreSQL can store it; InvalidInput for a surrogate without its pair.
+
+    >>> to_text("a\\x00b") < to_text("a\\x01b") < to_text("a\\x02b")
+    True
+    """
+    if not string.isascii():
+        try:
+            string.encode()
+        except UnicodeEncodeError:
+            raise InvalidInput(f"{string!r} has a surrogate without its pair; it cannot be stored") from None
+    if "\0" in string or "\1" in string:
+        return string.replace("\1", "\1\2").replace("\0", "\1\1")
+    return string
+
+
+def from_text(text: str) -> str:
+    """The string that `to_text` was given."""
+    return text.replace("\1\1", "\0").replace("\1\2", "\1") if "\1" in text else text
+
+
+def exact_number(number: int | float) -> str:
+    """Digits that compare as the number does, also with numbers of the other type.
+
+    A float with an integer value is written exactly; any other in its shortest form, which lies between the same
+    integers and the same floats as itself.
+
+    >>> exact_number(1e16), exact_number(0.1), exact_number(float("-inf"))
+    ('10000000000000000', '0.1', '-Infinity')
+    """
+    if isinstance(number, int):
+        return str(number)
+    if math.isinf(number):
+        return "Infinity" if number > 0 else "-Infinity"
+    return str(int(number)) if number.is_integer() else repr(number)
+
+
+def _tag_json(value: Scalar) -> str:
+    if isinstance(value, str):
+        return json.dumps(to_text(value))
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    assert value is not None
+    number = exact_number(value)
+    return f'["{number}"]' if number.endswith("y") else number  # JSON has no infinity
+
+
+def _tag_columns(tags: Tags) -> tuple[bytes | None, str | None]:
+    """Tags as MessagePack, and as queries read them: a tag that is null is the same as none."""
+    if not tags:
+        return None, None
+    values = ",".join(
+        f"{json.dumps(to_text(name))}:{_tag_json(value)}" for name, value in tags.items() if value is not None
+    )
+    return _encode(tags), f"{{{values}}}"
+
+
+# --- records ------------------------------------------------------------------------------------------
+
+
+def record_values(record: Record, trained_as: Status | None = None) -> tuple[Any, ...]:
+    """The values of COLUMNS; one value of the row type `groups`."""
+    values: list[Any] = list(msgspec.structs.astuple(record))
+    for index in _STRINGS:
+        if values[index] is not None:
+            values[index] = to_text(values[index])
+    values[_SESSIONS] = _encode(record.session_ids) if record.session_ids else None
+    values[_TAGS], tag_values = _tag_columns(record.tags)
+    return (*values, tag_values, trained_as)
+
+
+def read_record(row: Any) -> Record:
+    """The record of a row that begins with the columns of RECORD."""
+    values = list(row)[: len(_FIELDS)]
+    for index in _STRINGS:
+        if values[index] is not None:
+            values[index] = from_text(values[index])
+    values[_STATUS], values[_PLACE] = _STATUSES[values[_STATUS]], _PLACES[values[_PLACE]]
+    sessions, tags = values[_SESSIONS], values[_TAGS]
+    values[_SESSIONS] = () if sessions is None else _decode_sessions(sessions)
+    values[_TAGS] = NO_TAGS if tags is None else _decode_tags(tags)
+    return Record(**dict(zip(_FIELDS, values, strict=True)))
+
+
+def read_row(record: Record, frame: bytes | None) -> Row:
+    """A row with its payload; DamagedData if the payload cannot be read."""
+    if frame is None:
+        raise DamagedData("its payload is missing")
+    group = decode_group(frame)
+    # The record is the authority: frames are written before a group has its id.
+    identify(group, record.task_name, record.group_id)
+    number_rollouts(group, record.group_id)
+    return Row(record, group)

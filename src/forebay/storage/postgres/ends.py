@@ -1,0 +1,236 @@
+"""What becomes of groups that were claimed or are buffered: settled, released, archived, revised, discarded, ended.
+
+Rows are locked in order of uid before they change, so that two steps do not deadlock.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forebay.codec.records import decode_end
+from forebay.core.capacity import Settings
+from forebay.core.ledger import End, Event, GroupEnd, Place, check_move
+from forebay.core.query import Node
+from forebay.core.record import Record
+from forebay.core.rollout import Status
+from forebay.storage.base import Revision
+from forebay.storage.postgres import accounts
+from forebay.storage.postgres.columns import RECORD, read_record, to_text
+from forebay.storage.postgres.query import condition
+from forebay.storage.postgres.step import NEW, Step
+from forebay.storage.rules import abandoned_record, lost_lease, nacked_record, revised_record, rewound_record
+
+__all__ = [
+    "discard",
+    "end_or_archive",
+    "fail",
+    "matching",
+    "release",
+    "revise",
+    "rewind",
+    "saved",
+    "set_priority",
+    "settle",
+    "take_ends",
+    "trim_archive",
+]
+
+_TRIM = """
+WITH trimmed AS (
+    DELETE FROM groups WHERE uid IN (
+        SELECT uid FROM groups WHERE place = 'archived'
+            AND (moved_at, uid) <= (
+                SELECT moved_at, uid FROM groups WHERE place = 'archived' ORDER BY moved_at DESC, uid DESC
+                OFFSET $1 LIMIT 1)
+            AND NOT coalesce(train_step > (SELECT saved_step FROM store), false)
+        FOR UPDATE SKIP LOCKED
+    ) RETURNING uid
+)
+DELETE FROM payloads WHERE uid IN (SELECT uid FROM trimmed)"""
+
+_TAKE_ENDS = """
+UPDATE ends SET owner = $1 WHERE number IN (
+    SELECT number FROM ends e WHERE owner IS NULL OR owner = $1
+        OR NOT EXISTS (SELECT FROM owners o WHERE o.owner = e.owner AND NOT o.reaped)
+    ORDER BY number LIMIT $2 FOR UPDATE SKIP LOCKED
+) RETURNING number, data"""
+
+
+# --- leases -------------------------------------------------------------------------------------------
+
+
+async def settle(
+    step: Step, lease_id: str, uids: Sequence[int], event: Event, reason: str | None, settings: Settings
+) -> None:
+    """Acknowledge, give back or reject rows of a lease: all of them, or LostLease."""
+    target = check_move(event, Place.LEASED)
+    wanted = set(uids)
+    rows = await step.connection.fetch(
+        f"SELECT {RECORD}, (SELECT saved_step FROM store) AS saved_step FROM groups g "
+        "WHERE uid = ANY($1) AND lease_id = $2 AND place = 'leased' ORDER BY uid FOR UPDATE OF g",
+        list(wanted),
+        to_text(lease_id),
+    )
+    if len(rows) < len(wanted):
+        raise lost_lease(len(wanted) - len(rows), len(wanted), lease_id)
+    records = [read_record(row) for row in rows]
+    if isinstance(target, End):
+        await end_or_archive(step, records, target, reason, settings, rows[0]["saved_step"] if rows else None)
+    else:
+        _nack(step, records)
+
+
+async def end_or_archive(
+    step: Step,
+    records: Sequence[Record],
+    end: End,
+    reason: str | None,
+    settings: Settings,
+    saved_step: int | None = None,
+) -> None:
+    """End locked rows. Trained ones are kept if the settings say so, or while no saved weights were trained on them."""
+    unsaved = saved_step is not None and any((record.train_step or 0) > saved_step for record in records)
+    if end is not End.TRAINED or not (settings.keep_trained or unsaved):
+        for record in records:
+            step.end(record, end, reason)
+        return
+    for record in records:
+        step.archive(record)
+    await step.write()
+    await trim_archive(step.connection, settings.keep_trained)
+
+
+def _nack(step: Step, records: Sequence[Record]) -> None:
+    for record in records:
+        check_move(Event.NACKED, record.place)
+        step.store(record, nacked_record(record, NEW))
+        step.wake(record.task_name)
+
+
+async def release(step: Step, owners: Sequence[str]) -> dict[str, int]:
+    """Give back every group of owners; groups by task."""
+    records = await step.lock("g.owner = ANY($1)", [to_text(owner) for owner in owners])
+    _nack(step, [record for record in records if record.place is Place.LEASED])
+    for record in records:
+        if record.place is Place.IN_FLIGHT:
+            check_move(Event.ABANDONED, record.place)
+            step.store(record, abandoned_record(record, NEW, NEW))
+            step.wake(record.task_name)
+    return dict(Counter(record.task_name for record in records))
+
+
+# --- the archive --------------------------------------------------------------------------------------
+
+
+async def trim_archive(connection: Any, keep_trained: int) -> None:
+    """Remove the oldest beyond `keep_trained`, except those that no saved weights were trained on yet."""
+    await connection.execute(_TRIM, keep_trained)
+
+
+async def saved(step: Step, model_step: int, keep_trained: int) -> None:
+    """Weights of this step are safe, and so is the training up to them."""
+    await step.connection.execute("UPDATE store SET saved_step = $1", model_step)
+    await trim_archive(step.connection, keep_trained)
+
+
+async def rewind(step: Step, model_step: int) -> dict[str, int]:
+    """Groups that were trained for later steps come back from the archive, and clocks go back."""
+    connection = step.connection
+    rows = await connection.fetch(
+        f"SELECT {RECORD}, trained_as FROM groups g WHERE place = 'archived' AND train_step > $1 ORDER BY uid "
+        "FOR UPDATE",
+        model_step,
+    )
+    records = [read_record(row) for row in rows]
+    for row, record in zip(rows, records, strict=True):
+        check_move(Event.REWOUND, record.place)
+        step.store(record, rewound_record(record, Status(row["trained_as"]), NEW))
+        step.counters.end(record.task_name, End.TRAINED, -record.tokens, None, groups=-1)
+        step.wake(record.task_name)
+    await connection.execute("UPDATE store SET saved_step = $1", model_step)
+    known = await accounts.read(connection, None, lock=True)
+    for account in known.values():
+        account.rewind(model_step)
+    await accounts.write(connection, known)
+    step.tasks |= known.keys()  # some of their groups may be fresh again
+    return dict(Counter(record.task_name for record in records))
+
+
+# --- buffered groups ----------------------------------------------------------------------------------
+
+
+async def revise(step: Step, revisions: Sequence[Revision], frames: Sequence[bytes | None]) -> list[bool]:
+    """Change buffered rows that still have the revision that was seen."""
+    uids = [revision.uid for revision in revisions]
+    current = {record.uid: record for record in await step.lock("g.uid = ANY($1) AND g.place = 'buffered'", uids)}
+    applied = []
+    for revision, frame in zip(revisions, frames, strict=True):
+        record = current.get(revision.uid)
+        if record is None or record.revision != revision.revision:
+            applied.append(False)
+            continue
+        applied.append(True)
+        step.wake(record.task_name)
+        if revision.content is None:
+            target = check_move(Event.STALE, record.place)
+            assert isinstance(target, End)
+            step.end(current.pop(record.uid), target, "stale")
+        else:
+            current[record.uid] = revised = revised_record(record, revision.content)
+            step.store(record, revised, frame)
+            step.counters.add(record.task_name, "reset_tokens", max(0, record.tokens - revised.tokens))
+    return applied
+
+
+async def matching(connection: Any, node: Node) -> list[int]:
+    """The buffered groups that match a tree."""
+    parameters: list[Any] = []
+    matches = condition(node, parameters)
+    rows = await connection.fetch(f"SELECT uid FROM groups WHERE place = 'buffered' AND {matches}", *parameters)
+    return sorted(row["uid"] for row in rows)
+
+
+async def discard(step: Step, uids: Sequence[int], node: Node, reason: str) -> dict[str, int]:
+    """End those of the groups that are still buffered and still match; groups by task."""
+    parameters: list[Any] = [uids]
+    matches = condition(node, parameters)
+    records = await step.lock(f"uid = ANY($1) AND place = 'buffered' AND {matches}", *parameters)
+    for record in records:
+        target = check_move(Event.DISCARDED, record.place)
+        assert isinstance(target, End)
+        step.end(record, target, reason)
+    return dict(Counter(record.task_name for record in records))
+
+
+async def fail(step: Step, reasons: Mapping[int, str]) -> dict[str, int]:
+    """End groups as failed at any place; groups by task. Archived groups have already ended: they are removed."""
+    failed: Counter[str] = Counter()
+    for record in await step.lock("g.uid = ANY($1)", list(reasons)):
+        if record.place is Place.ARCHIVED:
+            step.remove(record)
+        else:
+            step.end(record, End.FAILED, reasons[record.uid])
+            failed[record.task_name] += 1
+    return dict(failed)
+
+
+async def set_priority(step: Step, priorities: Mapping[int, float]) -> int:
+    """Set priorities by uid; the number of rows found."""
+    status = await step.connection.execute(
+        "UPDATE groups g SET priority = u.priority FROM unnest($1::bigint[], $2::double precision[]) AS u "
+        "(uid, priority) WHERE g.uid = u.uid",
+        list(priorities),
+        list(priorities.values()),
+    )
+    return int(status.split()[-1])
+
+
+# --- reported ends ------------------------------------------------------------------------------------
+
+
+async def take_ends(step: Step, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
+    """The first ends that no living owner reports; this owner reports them from now on."""
+    rows = await step.connection.fetch(_TAKE_ENDS, to_text(owner), limit)
+    return sorted((row["number"], decode_end(row["data"])) for row in rows)
