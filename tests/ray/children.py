@@ -15,7 +15,7 @@ import ray
 from forebay import NoSuchBuffer, ReplayBuffer, ReplayBufferConfig, RolloutState, Status, blocking
 from forebay.buffer.internal import internals
 from forebay.ray import RayReplayBuffer
-from forebay.ray.actor import NAMESPACE
+from forebay.ray.host.actor import NAMESPACE
 from tests.processes import HANG_S
 
 __all__ = [
@@ -88,15 +88,14 @@ class Worker:
         """Issue new prompts, and keep them."""
 
         async def issue() -> list[list[RolloutState]]:
-            cursor, _ = await self._buffer.native.position(task_name)
-            return await self._buffer.native.issue(prompts(n), task_name, cursor=cursor)
+            return await drawn(self._buffer.native, n, task_name)
 
         drawn = self._buffer.submit(issue()).result()
         self._drawn += drawn
         return ids(drawn)
 
     def redraw(self, n: int, task_name: str = TASK) -> list[int]:
-        drawn = self._buffer.submit(self._buffer.native.redraw(n, task_name)).result()
+        drawn = self._buffer.submit(internals(self._buffer.native).redraw(n, task_name)).result()
         self._drawn += drawn
         return ids(drawn)
 
@@ -179,7 +178,9 @@ async def connected(name: str) -> AsyncIterator[RayReplayBuffer]:
 async def drawn(buffer: ReplayBuffer, n: int, task_name: str = TASK) -> list[list[RolloutState]]:
     """New prompts."""
     cursor, _ = await internals(buffer).position(task_name)
-    return await internals(buffer).issue(prompts(n), task_name, cursor=cursor)
+    issued = await internals(buffer).issue(prompts(n), task_name, cursor=cursor)
+    assert issued.taken == n
+    return issued.groups
 
 
 async def fill(buffer: ReplayBuffer, n: int, task_name: str = TASK, tokens: int = 3) -> list[int]:

@@ -35,7 +35,7 @@ from forebay import (
 from forebay.buffer.internal import internals
 from forebay.core.record import Record
 from forebay.ray import RayReplayBuffer, wire
-from forebay.ray import storage as storage_module
+from forebay.ray.client import storage as storage_module
 from tests.processes import HANG_S
 from tests.ray import children
 from tests.ray.children import answered, connected, drawn, eventually, fill, hosted, ids

@@ -28,11 +28,14 @@ from forebay import (
     VersionMismatch,
 )
 from forebay.buffer.internal import internals
+from forebay.core.capacity import Settings
 from forebay.ray import RayReplayBuffer, wire
-from forebay.ray.actor import NAMESPACE, BufferActor
-from forebay.ray.link import Link
-from forebay.ray.operations import HostSpec
-from forebay.storage.base import Settings
+from forebay.ray.client.link import Link
+from forebay.ray.host.actor import HEARTBEATS, NAMESPACE, OPERATIONS, WAITS, BufferActor
+from forebay.ray.host.operations import HostSpec
+from forebay.ray.parcel import Parcel
+from forebay.ray.table import OPERATIONS as TABLE
+from forebay.ray.table import Operation
 from forebay.storage.sqlite import SQLiteStorage
 from tests.processes import finished
 from tests.ray import children
@@ -81,6 +84,7 @@ LEAVES = """
     import asyncio, logging, sys, time
     import ray
     from forebay import ForebayError, NoCluster, StorageUnavailable
+    from forebay.buffer.internal import internals
     from forebay.ray import RayReplayBuffer
     from tests.ray.children import fill
 
@@ -90,11 +94,11 @@ LEAVES = """
         buffer = RayReplayBuffer.connect(sys.argv[2])
         print(await fill(buffer, 2, "leaving"))
         waiting = asyncio.create_task(buffer.lease_batch({"leaving": 50}, train_step=1)._granted())
-        calling = asyncio.create_task(buffer.storage._link.call("usage", None))
+        calling = asyncio.create_task(buffer.storage.summary(()))
         await asyncio.sleep(0.3)
         await calling
         ray.shutdown()
-        for work in (waiting, buffer.position("leaving"), buffer.get(1, "leaving", "completed")):
+        for work in (waiting, internals(buffer).position("leaving"), buffer.get(1, "leaving", "completed")):
             try:
                 await work
             except NoCluster as error:
@@ -204,7 +208,7 @@ async def test_a_buffer_that_is_destroyed_while_others_use_it(cluster: LocalClus
     with pytest.raises((NoSuchBuffer, BufferClosed)):
         await waiting
     await eventually(lambda: _ended(pid))
-    for call in (lease.ack, lambda: fill(other, 1), other.ledger, lambda: buffer.position("math")):
+    for call in (lease.ack, lambda: fill(other, 1), other.ledger, lambda: internals(buffer).position("math")):
         with pytest.raises(NoSuchBuffer, match="destroyed"):
             await call()
     await buffer.close()
@@ -242,16 +246,16 @@ def test_another_version_here(shared: str, monkeypatch: pytest.MonkeyPatch) -> N
 class FromTheFuture(BufferActor):
     """A host whose messages are others."""
 
-    @ray.method(concurrency_group="operations")
+    @ray.method(concurrency_group=OPERATIONS)
     def hello(self) -> Any:
         body = msgspec.Raw(wire.encoded({"protocol": 99, "version": "9.0", "hosts": ["a", "b"]}))
-        return wire.encoded([0, 0, [], None, body, None, "more"]), b"", []
+        return wire.encoded([0, 0, [], None, body, None, [], "more"]), b"", []
 
 
 def test_another_version_there(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     declare: Any = ray.remote
-    groups = {"operations": 1, "waits": 2, "signs": 1}
+    groups = {OPERATIONS: 1, WAITS: 2, HEARTBEATS: 1}
     made = declare(num_cpus=0, concurrency_groups=groups)(FromTheFuture).options(name=name, namespace=NAMESPACE)
     actor = made.remote(HostSpec(name=name), "memory")
     with pytest.raises(VersionMismatch, match=r"Forebay 9\.0 \(protocol 99\)"):
@@ -265,7 +269,7 @@ def test_another_version_there(cluster: LocalCluster, new_name: NewName) -> None
 def test_an_actor_that_hosts_a_storage_and_no_buffer(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     declare: Any = ray.remote
-    groups = {"operations": 1, "waits": 2, "signs": 1}
+    groups = {OPERATIONS: 1, WAITS: 2, HEARTBEATS: 1}
     made = declare(num_cpus=0, concurrency_groups=groups)(BufferActor).options(name=name, namespace=NAMESPACE)
     actor = made.remote(HostSpec(name=name), "memory")
     with pytest.raises(InvalidConfig, match="without a buffer"):
@@ -319,7 +323,7 @@ async def test_a_call_that_cannot_be_sent_leaves_no_number_behind(shared: str) -
         await internals(buffer).position("unsent")
         link: Link = buffer.storage._link  # type: ignore[attr-defined]
         with pytest.raises(TypeError):
-            link.begin("put", object(), changing=True)
+            link.begin(TABLE["put"], object(), Parcel())
         assert not link._open
         assert await fill(buffer, 1, "unsent") == [0]
 
@@ -327,11 +331,11 @@ async def test_a_call_that_cannot_be_sent_leaves_no_number_behind(shared: str) -
 async def test_an_operation_that_nobody_knows_is_refused(shared: str) -> None:
     async with connected(shared) as buffer:
         with pytest.raises(forebay.InvalidInput, match="unknown operation"):
-            await buffer.storage._call("pour", None, None, changing=True)  # type: ignore[attr-defined]
+            await buffer.storage._run(Operation("pour", tuple[()], None), ())  # type: ignore[attr-defined]
 
 
 async def test_a_host_that_fails_in_a_way_of_its_own_says_so_and_goes_on(shared: str) -> None:
     async with connected(shared) as buffer:
         with pytest.raises(StorageError, match="failed: RayTaskError"):
-            await buffer.storage._call("discard", "no node with it", dict[str, int], changing=True)  # type: ignore[attr-defined]
+            await buffer.storage._run(Operation("discard", None, None), (None, "no node"))  # type: ignore[attr-defined]
         assert await fill(buffer, 1, "failing") == [0]

@@ -25,7 +25,7 @@ from forebay import (
 )
 from forebay.buffer.internal import internals
 from forebay.ray import RayReplayBuffer
-from forebay.ray.notes import LOST_REASON, read_note
+from forebay.ray.host.notes import LOST_REASON, read_note
 from tests.processes import HANG_S
 from tests.ray import children
 from tests.ray.children import answered, connected, drawn, eventually, fill, here, hosted, ids, is_whole, kill_host
@@ -67,7 +67,7 @@ async def test_g03_what_a_killed_producer_had_in_flight_is_drawn_again(
         assert await get(dying.draw.remote(4)) == [3, 4, 5, 6]
         assert await get(living.draw.remote(2)) == [7, 8]
         children.kill(dying)
-        back = await eventually(lambda: buffer.redraw(10, "math"))
+        back = await eventually(lambda: internals(buffer).redraw(10, "math"))
         assert ids(back) == [3, 4, 5, 6]
         assert await get(living.put.remote()) == [7, 8]  # it beats, and has lost nothing
         await buffer.put_many([answered(group) for group in back], "math")
@@ -102,7 +102,7 @@ async def test_g01_what_was_put_outlives_its_producer_and_its_node(
                 )
             line = await closed_ledger(buffer, task_name)
             assert line["trained"] == 2
-        assert ids(await eventually(lambda: buffer.redraw(5, "small"))) == [2, 3]
+        assert ids(await eventually(lambda: internals(buffer).redraw(5, "small"))) == [2, 3]
         assert await closed_ledger(buffer, "small") == {"issued": 4, "trained": 2, "in_flight": 2}
 
 
@@ -248,7 +248,7 @@ async def test_g03_what_clients_hold_stays_theirs_when_the_host_is_restarted(
         await buffer.put_many([answered(group) for group in held], "math")
         await lease.ack()
         # What the dead one held comes back though the host that knew it is gone.
-        assert ids(await eventually(lambda: buffer.redraw(5, "math"))) == [2, 3]
+        assert ids(await eventually(lambda: internals(buffer).redraw(5, "math"))) == [2, 3]
         assert sorted(await train_on_all(buffer, 3)) == [0, 1, 5]
         assert await closed_ledger(buffer) == {"issued": 6, "trained": 4, "in_flight": 2}
 
@@ -287,7 +287,7 @@ async def test_g07_a_host_on_postgresql_goes_on_elsewhere_when_its_node_is_lost(
 async def fails_as_lost(buffer: ReplayBuffer, lost: dict[str, int]) -> None:
     """Every call says that the buffer is lost, and how much with it."""
     for call in (
-        lambda: buffer.position("math"),
+        lambda: internals(buffer).position("math"),
         lambda: buffer.put(answered([*children.prompts(1)[0]]), "math"),
         lambda: buffer.get(1, "math", COMPLETED),
         lambda: buffer.lease_batch({"math": 1}, train_step=9),
@@ -376,7 +376,7 @@ async def test_g01_the_node_of_a_host_is_lost(
         await eventually(lambda pid=pid: _ended(pid))  # type: ignore[misc]
     await fails_as_lost(memory, {"math": 3})
     with pytest.raises(StorageUnavailable, match="in its storage"):
-        await sqlite.position("math")
+        await internals(sqlite).position("math")
     with pytest.raises(StorageUnavailable):
         await asyncio.to_thread(RayReplayBuffer.connect, on_sqlite)
     with pytest.raises(BufferLost):

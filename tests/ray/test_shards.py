@@ -25,10 +25,10 @@ from forebay import (
 )
 from forebay.buffer.internal import internals
 from forebay.ray import RayReplayBuffer
-from forebay.ray import storage as storage_module
-from forebay.ray.actor import actor_name
-from forebay.ray.operations import UID_BITS
-from forebay.ray.shards import shard_of, shard_url
+from forebay.ray.client import storage as storage_module
+from forebay.ray.client.shards import shard_of, shard_url
+from forebay.ray.host.actor import actor_name
+from forebay.ray.host.operations import UID_BITS
 from tests.processes import HANG_S
 from tests.ray import children
 from tests.ray.children import connected, eventually, fill, hosted, ids, is_whole
@@ -76,7 +76,7 @@ async def _waits_at(name: str, shard: int, n: int) -> bool:
 
 async def _deadline_at(name: str, shard: int) -> float:
     """When the only owner would lose what it holds."""
-    ((_, deadline),) = await _in_host(name, shard, lambda actor: list(actor._host.storage._deadlines.values()))
+    ((_, deadline),) = await _in_host(name, shard, lambda actor: list(actor._host.storage._engine.deadlines.values()))
     return float(deadline)
 
 
@@ -254,7 +254,7 @@ async def test_a_checkpoint_goes_from_any_number_of_shards_to_any_other(
         }
         # It goes on: new uids and ids, and everything can be had.
         assert await fill(four, 1, names[0]) == [4]
-        assert len(await four.redraw(5, names[0])) == 1
+        assert len(await internals(four).redraw(5, names[0])) == 1
         async with four.lease_batch(dict.fromkeys(names, 2), train_step=1) as lease:
             assert all(sorted(ids(groups)) == [1, 2] for groups in lease.groups_by_task.values())
         await four.save(tmp_path / "four")

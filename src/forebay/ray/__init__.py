@@ -11,6 +11,6 @@ except ModuleNotFoundError as missing:
 
 from forebay.ray.agent_loop import RayAgentLoop
 from forebay.ray.buffer import RayReplayBuffer
-from forebay.ray.storage import RayStorage
+from forebay.ray.client.storage import RayStorage
 
 __all__ = ["RayAgentLoop", "RayReplayBuffer", "RayStorage"]

@@ -25,16 +25,18 @@ from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.group_ends import OnGroupEnd
 from forebay.buffer.session import SHARED_LEASE_S
 from forebay.config import IN_MEMORY, POLICIES, SQLITE_URL, ReplayBufferConfig
+from forebay.core.capacity import Settings
 from forebay.core.policy import Order, ReplayPolicy
 from forebay.core.validate import whole_number
 from forebay.errors import BufferLost, ForebayError, InvalidConfig, NameTaken, NoSuchBuffer, StorageUnavailable
-from forebay.ray import notes, wire
-from forebay.ray.actor import NAMESPACE, SPARE_THREADS, BufferActor, actor_name
-from forebay.ray.link import Link, check_cluster, find_host
-from forebay.ray.operations import HostSpec
-from forebay.ray.shards import MAX_SHARDS, ShardedStorage, shard_url
-from forebay.ray.storage import RayStorage
-from forebay.storage.base import Settings, Storage
+from forebay.ray import wire
+from forebay.ray.client.link import Link, check_cluster, find_host
+from forebay.ray.client.shards import MAX_SHARDS, ShardedStorage, shard_url
+from forebay.ray.client.storage import RayStorage
+from forebay.ray.host import notes
+from forebay.ray.host.actor import HEARTBEATS, NAMESPACE, OPERATIONS, SPARE_THREADS, WAITS, BufferActor, actor_name
+from forebay.ray.host.operations import HostSpec
+from forebay.storage.base import Storage
 
 __all__ = ["RayReplayBuffer"]
 
@@ -220,9 +222,9 @@ def _start(
         "max_restarts": -1 if durable else 0,
         "max_task_retries": -1,  # a call that comes again is done once
         "concurrency_groups": {
-            "operations": _DURABLE_THREADS if durable else 1,
-            "waits": wait_places + SPARE_THREADS,
-            "signs": 2,
+            OPERATIONS: _DURABLE_THREADS if durable else 1,
+            WAITS: wait_places + SPARE_THREADS,
+            HEARTBEATS: 2,
         },
     }
     if config.storage.startswith(SQLITE_URL):

@@ -30,7 +30,7 @@ from forebay.agent_loop.base import AgentLoop
 from forebay.core.aio import in_thread
 from forebay.errors import EngineError, EngineRestarted, InvalidConfig, NoCluster, WrongEventLoop
 from forebay.produce.inflight import look_at
-from forebay.ray.link import check_cluster
+from forebay.ray.client.link import check_cluster
 from forebay.ray.loop_actor import KeptCall, LoopActor, Started, Trouble
 
 __all__ = ["LoopPool", "Phase", "Slot", "ending", "engine_error", "first_line"]

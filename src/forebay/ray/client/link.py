@@ -1,8 +1,8 @@
-"""One client's calls to one host: numbered, awaited, and their errors as ours.
+"""The calls of one client to one host: numbered, awaited, with typed errors.
 
-A call that changes something has a number, so that the host does it once however often Ray sends it. What goes wrong
-between here and there is a typed error: no cluster, no such buffer, another version, a host that is restarting
-(Ray sends the call again by itself), a host that is gone, with the number of groups that went with it.
+A call that changes something has a number, so that the host runs it once however often Ray sends it. Failures on the
+way are typed errors: no cluster, no such buffer, another version, a host that is restarting (Ray sends the call again
+by itself), a host that is gone, with the number of groups that were lost with it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,19 @@ from forebay.errors import (
     StorageUnavailable,
     VersionMismatch,
 )
-from forebay.ray import notes, packing, wire
-from forebay.ray.actor import NAMESPACE, actor_name
-from forebay.ray.wire import Answer, Hello, PackedFrames, Parcel
+from forebay.ray import wire
+from forebay.ray.host import notes
+from forebay.ray.host.actor import NAMESPACE, actor_name
+from forebay.ray.parcel import Frames, Parcel, arguments_of, message_of_results, returns_for
+from forebay.ray.table import Operation
+from forebay.ray.wire import Answer, Hello
 
 __all__ = ["Link", "Reply", "check_cluster", "find_host", "heard"]
 
 log = logging.getLogger(__name__)
 
-_NO_FRAMES = Parcel()
 _LOOK_S = 5.0
-"""How often a call that is not answered looks whether this process is still in the cluster: Ray would not say."""
+"""How often a call without an answer checks whether this process is still in the cluster: Ray does not report it."""
 
 
 def check_cluster() -> None:
@@ -53,13 +55,13 @@ def check_cluster() -> None:
 
 
 def heard(beats: Sequence[Any], timeout_s: float) -> None:
-    """Wait for the answers to heartbeats; raises the error of one that failed, or that was not answered in time."""
+    """Wait for the answers to heartbeats; raises the error of one that failed or was not answered in time."""
     ray.wait(list(beats), num_returns=len(beats), timeout=timeout_s)
     ray.get(list(beats), timeout=0)
 
 
 def find_host(name: str, shard: int = 0) -> Any:
-    """The actor that hosts a shard of a buffer; NoSuchBuffer, or BufferLost if it died with what it had."""
+    """The actor that hosts a shard of a buffer; NoSuchBuffer, or BufferLost if it died with its groups."""
     check_cluster()
     try:
         return ray.get_actor(actor_name(name, shard), namespace=NAMESPACE)
@@ -74,11 +76,11 @@ def find_host(name: str, shard: int = 0) -> Any:
 
 
 def lost(name: str, note: notes.Note, why: str) -> BufferLost:
-    """The error that says how many groups went with a host."""
+    """The error that says how many groups were lost with a host."""
     groups = note.lost()
     counted = ", ".join(f"{task_name}: {count}" for task_name, count in groups.items())
     return BufferLost(
-        f"the buffer {name!r} was hosted in memory and is lost ({why}): {sum(groups.values())} groups went with it"
+        f"the buffer {name!r} was hosted in memory and is lost ({why}): {sum(groups.values())} groups are gone"
         f"{f' ({counted})' if counted else ''}; create it again and resume from the last checkpoint, or create it on "
         "sqlite:///... or postgresql://..., which outlive their actor",
         groups,
@@ -86,15 +88,18 @@ def lost(name: str, note: notes.Note, why: str) -> BufferLost:
 
 
 class Reply:
-    """What a host answered."""
+    """The answer of a host. `checksums`: whether its frames have them."""
 
-    def __init__(self, answer: Answer, frames: PackedFrames, size: int) -> None:
+    def __init__(self, answer: Answer, frames: Frames, size: int, *, checksums: bool) -> None:
         self.answer = answer
         self.frames = frames
         self.size = size
+        self._checksums = checksums
 
     def read(self, kind: Any) -> Any:
-        return wire.decoded(self.answer.body, kind)
+        """The result, of this type, with its groups."""
+        result = wire.decoded(self.answer.body, kind)
+        return wire.with_groups(result, lambda _, record: self.frames.group(record, checksums=self._checksums))
 
 
 class Link:
@@ -138,28 +143,20 @@ class Link:
     # --- calls ----------------------------------------------------------------------------------------
 
     def begin(
-        self,
-        op: str,
-        body: Any,
-        *,
-        changing: bool,
-        parcel: Parcel = _NO_FRAMES,
-        objects: list[Any] | None = None,
-        expected_bytes: float = 0,
+        self, operation: Operation, arguments: Any, parcel: Parcel, *, expected_bytes: float = 0
     ) -> tuple[int, asyncio.Future[Any]]:
         """Send a call; its number, and a future of its answer for `finish`. `expected_bytes`: in the answer."""
         sequence = 0
         with self._guard:
-            if changing:
+            if operation.changes:
                 self._last = sequence = self._last + 1
                 self._open.add(sequence)
             confirmed = self._confirmed()
         try:
-            returns = packing.returns_for(expected_bytes)
-            encoded = msgspec.Raw(wire.encoded(body))
-            head = wire.encoded(wire.Request(op, self.client, sequence, confirmed, encoded, returns))
-            arguments = packing.arguments_of(head, parcel, parcel.objects if objects is None else objects)
-            return sequence, self._future(self._method(returns), *arguments)
+            returns = returns_for(expected_bytes)
+            body = msgspec.Raw(wire.encoded(arguments))
+            request = wire.Request(operation.name, self.client, sequence, confirmed, body, parcel.frames, returns)
+            return sequence, self._future(self._method(returns), *arguments_of(wire.encoded(request), parcel))
         except BaseException:
             self.seen(sequence)  # it was never sent
             raise
@@ -176,7 +173,7 @@ class Link:
             sent = method.remote(*args)
             first, rest = (sent[0], sent[1:]) if isinstance(sent, list) else (sent, [])
             future = asyncio.wrap_future(first.future())
-            future.add_done_callback(_look_at)  # somebody may have left it behind
+            future.add_done_callback(_look_at)  # its caller may have gone
             if rest:
                 self._rest[future] = rest
             return future
@@ -185,7 +182,7 @@ class Link:
             failed.set_exception(error)
             return failed
         except Exception as error:
-            # Ray was shut down in this process: what it raises then has no type of its own.
+            # Ray was shut down in this process: its errors then have no type.
             self._check_worker()
             raise StorageUnavailable(f"Ray cannot send this call: {error}") from error
 
@@ -193,14 +190,14 @@ class Link:
         check_cluster()
         if ray.get_runtime_context().get_worker_id() != self._worker:
             raise StorageUnavailable(
-                f"this process has left the cluster since it connected to buffer {self.hello.name!r}, and joined one "
-                "anew; connect to the buffer again"
+                f"this process has left the cluster since it connected to buffer {self.hello.name!r}, and joined a "
+                "cluster again; connect to the buffer again"
             )
 
     async def answered(self, future: asyncio.Future[Any], *, long: bool = False) -> None:
-        """Until a future is done, which is left alone if this is cancelled; an error if it never will be.
+        """Wait until a future is done; an error if it never will be. A cancel of this wait does not cancel the future.
 
-        A host that is restarting is waited for, and not in silence; `long`: this call is meant to take long.
+        Logs while it waits for a host that is restarting, unless the call is meant to take `long`.
         """
         waited_s = 0.0
         while not future.done():
@@ -215,33 +212,29 @@ class Link:
         return min(self._open, default=self._last + 1) - 1
 
     def seen(self, sequence: int) -> None:
-        """The answer of a call was seen, or nobody waits for it any more."""
+        """The answer of a call was seen, or is no longer waited for."""
         with self._guard:
             self._open.discard(sequence)
 
-    async def call(self, op: str, body: Any, *, objects: list[Any] | None = None) -> Reply:
-        """Send a call that changes nothing, and wait for its answer."""
-        _, future = self.begin(op, body, changing=False, objects=objects)
-        return await self.finish(future)
-
     async def finish(self, future: asyncio.Future[Any]) -> Reply:
-        """The answer of a call, or the error that it is."""
+        """The answer of a call; an error of Ray as ours."""
         try:
             await self.answered(future)
             rest = self._rest.pop(future, None)
-            # They came with the first one, within the same answer: nothing is waited for.
+            # These results came with the first one, within the same answer: this does not wait.
             more = [] if rest is None else ray.get(rest)
-            head, payload, objects = packing.message_of_results(future.result(), more)
+            head, payload, objects = message_of_results(future.result(), more)
         except exceptions.RayError as error:
             raise await self.translated(error) from error
         answer: Answer = wire.decoded(head, Answer)
         stand = answer.stand
         if stand is not None and (self._stand is None or stand.version > self._stand.version):
             self._stand = stand
-        return Reply(answer, PackedFrames(payload, objects), len(payload))
+        frames = Frames(payload, objects, answer.frames)
+        return Reply(answer, frames, len(payload), checksums=self.hello.checksums)
 
     async def wait(self, body: Any) -> Answer:
-        """One long call, at the places for waits. Cancelled, it gives its place back."""
+        """One long call, which takes a place for waits. If it is cancelled, it frees its place."""
         head = wire.encoded(wire.Request("wait", self.client, 0, 0, msgspec.Raw(wire.encoded(body))))
         future = self._future(self._actor.wait, head)
         try:
@@ -275,7 +268,7 @@ class Link:
     # --- errors ---------------------------------------------------------------------------------------
 
     async def translated(self, error: exceptions.RayError) -> ForebayError:
-        """What an error of Ray means here."""
+        """An error of Ray as one of ours."""
         name = self.hello.name
         if isinstance(error, exceptions.RayTaskError):
             return StorageError(f"the host of buffer {name!r} failed: {_short(error)}")
@@ -289,20 +282,20 @@ class Link:
                 return lost(name, note, _short(error))
             if self.hello.durable:
                 return StorageUnavailable(
-                    f"the host of buffer {name!r} is gone and does not come back ({_short(error)}); what it stored is "
+                    f"the host of buffer {name!r} is gone and does not come back ({_short(error)}); its groups are "
                     "in its storage: create the buffer again on it"
                 )
             return NoSuchBuffer(f"the buffer {name!r} was destroyed ({_short(error)})")
         return StorageUnavailable(f"the call to the host of buffer {name!r} failed: {_short(error)}")
 
     async def note(self) -> notes.Note | None:
-        """How the ledger stood when the host was lost; None if it keeps it itself, or was destroyed."""
+        """The last known ledger of a host that was lost; None if its storage is durable, or it was destroyed."""
         if self.hello.durable:
             return None
         try:
             note = await in_thread(lambda: notes.read_note(self.hello.incarnation))
             return None if note is None else note.with_stand(self._stand)
-        except Exception as error:  # of a cluster that is gone, which has no type of its own
+        except Exception as error:  # the cluster is gone; its errors then have no type
             log.warning("note_unreadable buffer=%s %s", self.hello.name, error)
             return None
 

@@ -1,10 +1,10 @@
-"""The host of a buffer: a storage on one event loop, behind calls that name an operation of the storage's contract.
+"""The host of a buffer: a storage on one event loop, behind calls that name an operation of `table`.
 
 It knows nothing of Ray: `actor` puts it into an actor, and tests may call it directly. Promises:
-- A call that changes something is done once: it carries its client and a number, and if it comes again, it gets the
+- A call that changes something happens once: it carries its client and a number, and if it arrives again, it gets the
   same answer. Answers are remembered until the client has confirmed them; a durable storage keeps them with the effect.
-- A wait is one call, answered when what it waits for may be there; there are so many places for waits, no more.
-- What dead clients held comes back by itself, at their deadline.
+- A wait is one call, answered when its condition may hold; the number of waits is limited.
+- The groups of dead clients come back at their deadline.
 """
 
 from __future__ import annotations
@@ -14,42 +14,44 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
-from typing import Any, TypeAlias
+from collections.abc import Callable, Collection, Sequence
+from contextvars import ContextVar
+from typing import Any
 
 import msgspec
 
 from forebay.core.aio import in_thread
 from forebay.core.capacity import fits
-from forebay.core.ledger import Account
 from forebay.core.references import as_values
-from forebay.core.staleness import EXPIRABLE
 from forebay.errors import BufferClosed, ForebayError, InvalidInput, TooManyWaits
 from forebay.ray import wire
-from forebay.ray.operations import OPERATIONS, Book, Exchange, HostSpec, Operations
-from forebay.ray.wire import Message, PackedFrames, Payload, Request
+from forebay.ray.host.frames import add_to
+from forebay.ray.host.notes import Note
+from forebay.ray.host.operations import Book, HostSpec, Operations
+from forebay.ray.parcel import Frames, Message, Parcel, Payload
+from forebay.ray.table import OPERATIONS
+from forebay.ray.wire import Request
 from forebay.storage.base import Ready, Storage
 from forebay.storage.idempotency import CALL, Answered, Call
 
-__all__ = ["Host", "Ledgers", "Wait"]
+__all__ = ["Host", "Wait"]
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 5.0  # for deadlines that were not known at the last look
 _LEFT_WAITS = 1_000
-_LEAVE_S = 10.0  # streams of a client that was not heard of for at least so long
-_FORGET_S = 3_600.0  # answers of a client that was not heard of for so long
-
-Ledgers: TypeAlias = "tuple[int, dict[str, dict[str, int]], dict[str, dict[str, int]], dict[str, Account]]"
-"""After so many changes: ledger lines in groups and in tokens, and accounts."""
+_LEAVE_S = 10.0  # at least this long after its last call, a client loses its streams
+_FORGET_S = 3_600.0  # this long after its last call, the answers to a client are forgotten
 
 _STAND_TASKS = 8
-"""Up to so many tasks, every answer says how the ledger stands; with more, only the note does."""
+"""Up to this number of tasks every answer has the ledger; with more, only the note has it."""
+
+_CHANGED: ContextVar[dict[str, None] | None] = ContextVar("forebay_changed", default=None)
+"""The tasks that the call in progress changed; None outside of a call."""
 
 
 class Wait:
-    """One call that waits. `over` is set in any case; `error` says why, if what it waits for cannot be looked at."""
+    """One call that waits. `over` is set in any case; `error` if its condition could not be checked."""
 
     def __init__(self, wait_id: str, client: str, since: int, ready: Ready | None) -> None:
         self.wait_id = wait_id
@@ -61,10 +63,10 @@ class Wait:
 
 
 class Host:
-    """Serves one storage, on one event loop. It has no tasks of its own: somebody calls `attend` again and again.
+    """Serves one storage, on one event loop. It starts no tasks: its user calls `attend` again and again.
 
-    `changed` is called after every call that changed something, for those who note how the ledger stands (`ledgers`);
-    `poke`, from any thread, when `attend` has something to do.
+    `changed` is called after every call that changed something, so that the `note` is written; `poke`, from any thread,
+    when `attend` has something to do.
     """
 
     def __init__(
@@ -78,48 +80,52 @@ class Host:
     ) -> None:
         self.storage = storage
         self.spec = spec
+        self.operations = Operations(storage, spec, restarted=restarted, poke=poke)
         self._restarted = restarted
         self._changed = changed
-        self._operations = Operations(storage, spec, restarted=restarted, poke=poke)
         self._owner = f"host of {spec.name}/{spec.shard}-{uuid.uuid4().hex[:8]}"
         self._books: dict[str, Book] = {}
-        self._newcomers: set[str] = set()  # clients whose first call was in this life of the host
-        self._version = time.time_ns() // 1_000  # goes on growing when a host is restarted
+        self._newcomers: set[str] = set()  # clients whose first call came after the start of this host
+        self._version = time.time_ns() // 1_000  # continues to grow when a host is restarted
         self._changes = 0
+        self._stands = changed is not None
         self._waits: dict[str, Wait] = {}
-        self._left: dict[str, None] = {}  # waits whose end came before them
+        self._left: dict[str, None] = {}  # waits that ended before they arrived
         self._poke = poke
         self._closed = False
 
     async def start(self) -> None:
-        """Open the storage, and take over what an earlier life left in it."""
+        """Open the storage."""
         self.storage.subscribe(self._heard)
         settings = self.spec.settings
         if settings is not None:
             await self.storage.open(self._owner, settings, None)
-            await self._operations.begin_uids()
+            await self.operations.begin_uids()
 
     async def stop(self) -> None:
-        """End every wait and close the storage; what owners hold stays theirs if it is durable."""
+        """End every wait and close the storage; owners keep their groups if it is durable."""
         self._closed = True
         for wait in self._waits.values():
             wait.over.set()
-        for stream, _ in list(self._operations.streams.values()):
+        for stream, _ in list(self.operations.streams.values()):
             await stream.aclose()
         if not self.storage.durable:
-            for owner in list(self._operations.owners):
+            for owner in list(self.operations.owners):
                 await self.storage.close(owner)
         if self.spec.settings is not None:
             await self.storage.close(self._owner)
 
     def _heard(self, tasks: Collection[str]) -> None:
-        """The storage changed: within a call, which looks after those who wait at its end, or from elsewhere."""
+        """The storage changed: within a call, which serves the waits at its end, or from elsewhere."""
         self._version += 1
-        if self._waits and CALL.get() is None:
+        changed = _CHANGED.get()
+        if changed is not None:
+            changed.update(dict.fromkeys(tasks))
+        elif self._waits:
             self._poke()
 
     async def attend(self) -> float:
-        """Bring back what late owners held, and look after those who wait; in how many seconds to come again."""
+        """Release the groups of dead owners and serve the waits; returns the seconds until the next call is due."""
         delay_s = _LOOK_S
         try:
             reaped = await self.storage.reap()
@@ -133,12 +139,12 @@ class Host:
         except ForebayError as error:
             log.warning("reap_failed buffer=%s %s", self.spec.name, error)
         except Exception:
-            # Whatever it was, what dead clients hold has to come back.
+            # Whatever it was, the groups of dead clients have to come back.
             log.exception("reap_failed buffer=%s", self.spec.name)
         return delay_s
 
     async def _forget_silent(self) -> None:
-        """What clients began and left: those who live are heard of three times in a lease's time."""
+        """Clean up after clients that went silent. A live client sends three heartbeats per lease."""
         now = time.monotonic()
         lease_s = self.spec.lease_s
         for client, book in list(self._books.items()):
@@ -148,17 +154,16 @@ class Host:
                     if wait.client == client:
                         wait.over.set()
                 if silent_s > max(2 * lease_s, _LEAVE_S):
-                    await self._operations.abandon(client)
+                    await self.operations.abandon(client)
             if silent_s > _FORGET_S and all(answer.done() for answer in book.answers.values()):
                 del self._books[client]
                 self._newcomers.discard(client)
-                await self.storage.forget(client)
+                await self.operations.forget(client)
 
     # --- calls ----------------------------------------------------------------------------------------
 
-    async def call(self, head: bytes, payload: Payload, objects: Sequence[Any]) -> Message:
-        """Do what a call asks for, once, and answer it."""
-        request: Request = wire.decoded(head, Request)
+    async def call(self, request: Request, payload: Payload, objects: Sequence[Any]) -> Message:
+        """Run a call, once, and answer it."""
         if request.sequence == 0:
             return await self._perform(request, payload, objects)
         if request.sequence == 1:
@@ -167,9 +172,9 @@ class Host:
         book.confirm(request.confirmed)
         answer = book.answers.get(request.sequence)
         if answer is None and request.sequence <= book.confirmed:
-            error = InvalidInput(f"call {request.sequence} of {request.client} comes again after its answer was seen")
-            failed = wire.Answer(self._version, len(self.storage), None, wire.failure_of(error), wire.NOTHING)
-            return wire.encoded(failed), b"", []
+            return self._failed(
+                InvalidInput(f"call {request.sequence} of {request.client} arrived again after its answer was seen")
+            )
         if answer is not None:
             return await asyncio.shield(answer)
         answer = book.answers[request.sequence] = asyncio.get_running_loop().create_future()
@@ -188,100 +193,98 @@ class Host:
             book = self._books[client] = Book()
         return book
 
+    def _failed(self, error: ForebayError, version: int | None = None) -> Message:
+        since = self._version if version is None else version
+        answer = wire.Answer(since, len(self.storage), [], wire.failure_of(error), wire.NOTHING)
+        return wire.encoded(answer), b"", []
+
     async def _perform(self, request: Request, payload: Payload, objects: Sequence[Any]) -> Message:
-        version = self._version  # before the look: whatever changes during it counts as later
-        due: list[str] | None = None
+        version = self._version  # as of before the operation: all changes during it count as later
+        changed: dict[str, None] = {}
+        tokens = (
+            CALL.set(Call(request.client, request.sequence, request.confirmed) if request.sequence else None),
+            _CHANGED.set(changed),
+        )
         try:
-            if self._closed:
-                raise BufferClosed(f"the host of buffer {self.spec.name!r} is closing")
-            operation = OPERATIONS.get(request.op)
-            if operation is None:
-                raise InvalidInput(f"unknown operation {request.op!r}")
-            kind, method = operation
-            args = wire.decoded(request.body, kind)
-            call = Exchange(request, self._book(request.client), PackedFrames(payload, objects), objects)
-            token = CALL.set(Call(request.client, request.sequence, request.confirmed) if request.sequence else None)
-            try:
-                with as_values():  # what a durable storage decodes here is only encoded again
-                    stored = await self._stored(request)
-                    if stored is not None:
-                        result = self._answer_again(request.op, stored.value, call)
-                    else:
-                        result = await method(self._operations, args, call)
-            finally:
-                CALL.reset(token)
+            with as_values():  # values that a durable storage decodes here are only encoded again
+                result = await self._result(request, Frames(payload, objects, request.frames))
         except ForebayError as error:
-            failed = wire.Answer(version, len(self.storage), None, wire.failure_of(error), wire.NOTHING)
-            return wire.encoded(failed), b"", []
-        if call.tasks:
-            with suppress(ForebayError):  # what was asked for is done
-                due = await self._due(call.tasks)
+            return self._failed(error, version)
+        finally:
+            CALL.reset(tokens[0])
+            _CHANGED.reset(tokens[1])
+        parcel = Parcel()
+        body = msgspec.Raw(wire.encoded(wire.with_groups(result, lambda group, record: add_to(parcel, group))))
         stand = None
         if request.sequence:
             stand = await self._stand()
             if self._waits and self._version > version:
                 await self._serve_waits()
-        answer = wire.Answer(version, len(self.storage), due, None, msgspec.Raw(wire.encoded(result)), stand)
-        return wire.encoded(answer), call.parcel.whole(), call.parcel.objects
+        answer = wire.Answer(version, len(self.storage), list(changed), None, body, stand, parcel.frames)
+        return wire.encoded(answer), parcel.whole(), parcel.objects
+
+    async def _result(self, request: Request, frames: Frames) -> Any:
+        """The result of the operation, or of its first run, if a durable storage remembers that."""
+        if self._closed:
+            raise BufferClosed(f"the host of buffer {self.spec.name!r} is closing")
+        operation = OPERATIONS.get(request.op)
+        if operation is None:
+            raise InvalidInput(f"unknown operation {request.op!r}")
+        stored = await self._stored(request)
+        if stored is not None:
+            log.info("call_repeated buffer=%s op=%s", self.spec.name, request.op)
+            return stored.value
+        read = self.operations.group_reader(frames)
+        arguments = wire.with_groups(wire.decoded(request.body, operation.arguments), lambda group, record: read())
+        if operation.carried is not None:
+            arguments = (*arguments[: operation.carried], frames.objects[-1], *arguments[operation.carried + 1 :])
+        return await self.operations.run(operation, arguments, request, self._book(request.client))
 
     async def _stored(self, request: Request) -> Answered | None:
         if not request.sequence or not self._restarted or request.client in self._newcomers:
             return None
-        return await self.storage.answer(request.client, request.sequence)
+        return await self.operations.answer(request.client, request.sequence)
 
-    def _answer_again(self, op: str, value: Any, call: Exchange) -> Any:
-        log.info("call_repeated buffer=%s op=%s", self.spec.name, op)
-        return call.claimed(value) if op == "claim" else value
-
-    async def ledgers(self) -> Ledgers:
-        """How the ledger stands, for a note."""
-        lines, tokens = await self.storage.ledger(), await self.storage.ledger(tokens=True)
-        return self._changes, lines, tokens, await self.storage.accounts()
+    async def note(self) -> Note:
+        """The figures of all tasks, to be written down."""
+        return Note(self._changes, (await self.storage.summary()).tasks)
 
     async def _stand(self) -> wire.Stand | None:
+        """The ledger after a change, for the answer; has the note written, too."""
         if self._changed is None:
             return None
         self._changes += 1
         self._changed()
-        lines = await self.storage.ledger()
-        return wire.Stand(self._changes, lines) if len(lines) <= _STAND_TASKS else None
+        if not self._stands:
+            return None
+        lines = (await self.storage.summary()).ledger()
+        self._stands = len(lines) <= _STAND_TASKS
+        return wire.Stand(self._changes, lines) if self._stands else None
 
-    async def _due(self, tasks: Iterable[str]) -> list[str]:
-        """Of which tasks something is below the watermark. Counts only; nothing is read."""
-        named = list(dict.fromkeys(tasks))
-        counts = await self.storage.count_statuses(named, list(EXPIRABLE))
-        due: set[str] = set()
-        for status in EXPIRABLE:
-            if any(counts[task_name][status] for task_name in named):
-                fresh = await self.storage.available(named, status)
-                due |= {task_name for task_name in named if fresh[task_name] < counts[task_name][status]}
-        return [task_name for task_name in named if task_name in due]
+    # --- waits and heartbeats -------------------------------------------------------------------------
 
-    # --- waits and beats ------------------------------------------------------------------------------
-
-    async def begin_wait(self, head: bytes) -> Wait:
-        """Take a place to wait; the wait is over when something changed since, and what it is for may be there."""
-        request: Request = wire.decoded(head, Request)
+    async def begin_wait(self, request: Request) -> Wait:
+        """Begin a wait, which is over when something changed after a version, and its condition may hold."""
         wait_id, since, ready = wire.decoded(request.body, tuple[str, int, Ready | None])
         if len(self._waits) >= self.spec.wait_places:
             raise TooManyWaits(
-                f"{len(self._waits)} calls wait at the host of buffer {self.spec.name!r}, and there are "
-                f"{self.spec.wait_places} places; have fewer processes wait, or create it with more wait_places"
+                f"{len(self._waits)} calls wait at the host of buffer {self.spec.name!r}, which has "
+                f"{self.spec.wait_places} places; let fewer processes wait, or create it with more wait_places"
             )
         wait = self._waits[wait_id] = Wait(wait_id, request.client, since, ready)
-        if self._closed or wait_id in self._left or since > self._version:  # then it is of an earlier life
+        if self._closed or wait_id in self._left or since > self._version:  # the last: from before a restart
             wait.over.set()
         await self._serve_waits()
         return wait
 
     async def end_wait(self, wait: Wait) -> bytes:
-        """Leave the place; how things stand."""
+        """Free the place of a wait, and answer it."""
         self._waits.pop(wait.wait_id, None)
         failure = None if wait.error is None else wire.failure_of(wait.error)
         return wire.encoded(wire.Answer(self._version, len(self.storage), [], failure, wire.NOTHING))
 
     async def leave_wait(self, wait_id: str) -> None:
-        """Whoever waits has gone, or goes before the wait arrives."""
+        """End a wait whose caller has gone, also if it has yet to arrive."""
         wait = self._waits.get(wait_id)
         if wait is not None:
             wait.over.set()
@@ -303,17 +306,17 @@ class Host:
 
     async def _is_ready(self, ready: Ready) -> bool:
         if ready.wants:
-            available = await self.storage.available(list(ready.wants), ready.status)
-            return all(available[task_name] >= n for task_name, n in ready.wants.items())
+            summary = await self.storage.summary(list(ready.wants))
+            return all(summary.task(name).fresh.get(ready.status, 0) >= n for name, n in ready.wants.items())
         settings = self.spec.settings
         if settings is None or (settings.max_groups is None and settings.max_bytes is None):
             return True
-        return fits(await self.storage.usage(), settings, ready.room_groups, ready.room_bytes)
+        return fits((await self.storage.summary(())).usage, settings, ready.room_groups, ready.room_bytes)
 
     async def beat(self, owner: str, client: str, confirmed: int) -> None:
-        """An owner lives."""
+        """A heartbeat of an owner."""
         await self.confirm(client, confirmed)
-        await self._operations.welcome_back(owner)
+        await self.operations.welcome_back(owner)
         await in_thread(lambda: self.storage.beat(owner))
 
     async def confirm(self, client: str, confirmed: int) -> None:
