@@ -67,8 +67,8 @@ async def buffer(shared: str) -> AsyncIterator[RayReplayBuffer]:
 
 def test_the_blocking_facade_takes_it_as_it_is(shared: str) -> None:
     with blocking.ReplayBuffer(RayReplayBuffer.connect(shared)) as buffer:
-        issuing = buffer.submit(buffer.native.issue(children.prompts(3), "blocking", cursor=0))
-        buffer.put_many([answered(group) for group in issuing.result()], "blocking")
+        drawing = buffer.submit(drawn(buffer.native, 3, "blocking"))
+        buffer.put_many([answered(group) for group in drawing.result()], "blocking")
         with buffer.lease_batch({"blocking": 2}, train_step=1, timeout_s=HANG_S) as lease:
             assert ids(lease.groups) == [0, 1]
         assert buffer.count("blocking", COMPLETED) == 1
@@ -141,24 +141,26 @@ async def test_any_storage_with_limits_and_a_policy_of_the_users_own(
     async with hosted(name, config, policy=NewestFirst()) as buffer, connected(name) as other:
         await fill(buffer, 4)
         assert repr(other.policy) == "NewestFirst()"
+        assert await _draw_one(other) is None
         with pytest.raises(WaitTimeout, match="4 of 4 groups"):
-            await drawn_within(other, 0.05)
-        drawing = asyncio.create_task(drawn(other, 1))
+            await other.put(answered([*children.prompts(1)[0]]), "hand", timeout_s=0.05)
+        drawing = asyncio.create_task(internals(other).until(lambda: _draw_one(other), "a prompt", ("math",)))
         putting = asyncio.create_task(other.put(answered([*children.prompts(1)[0]]), "hand"))
         await eventually(lambda: _waits_at(name, 2))
         async with buffer.lease_batch({"math": 2}, train_step=1) as lease:
             assert ids(lease.groups) == [3, 2]
         assert ids(await drawing) == [4]
         assert await putting is not None
-        assert await buffer.room() == 0
+        assert await _draw_one(other) is None
         archived = await buffer.query({"status": "archived"})
         assert len(archived) == 1
         assert await closed_ledger(buffer) == {"issued": 5, "buffered": 2, "trained": 2, "in_flight": 1}
 
 
-async def drawn_within(buffer: ReplayBuffer, timeout_s: float) -> None:
+async def _draw_one(buffer: ReplayBuffer) -> list[list[RolloutState]] | None:
+    """A new prompt, if there is room for it."""
     cursor, _ = await internals(buffer).position("math")
-    await internals(buffer).issue(children.prompts(1), "math", cursor=cursor, timeout_s=timeout_s)
+    return (await internals(buffer).issue(children.prompts(1), "math", cursor=cursor)).groups or None
 
 
 async def test_a_manager_runs_on_it_and_its_checkpoint_goes_on_elsewhere(
@@ -212,11 +214,10 @@ def _count_calls(actor: Any) -> None:
     host.counts = {}
 
     def counted(method: Any) -> Any:
-        async def call(head: bytes, *rest: Any) -> Any:
-            request: wire.Request = wire.decoded(head, wire.Request)
+        async def call(request: wire.Request, *rest: Any) -> Any:
             counts = host.counts.setdefault(request.client, {})
             counts[request.op] = counts.get(request.op, 0) + 1
-            return await method(head, *rest)
+            return await method(request, *rest)
 
         return call
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from forebay.core.capacity import Usage
 from forebay.core.ledger import Account, Event, GroupEnd, Place
 from forebay.core.query import And, Compare, Member
 from forebay.core.record import Row
-from forebay.errors import ForebayError, InvalidInput, LostLease, StorageError
+from forebay.errors import InvalidInput, LostLease, StorageError
 from forebay.ray.client.link import heard
-from forebay.ray.client.storage import RayStorage
+from forebay.ray.client.storage import RayStorage, Restore
 from forebay.ray.host.operations import UID_BITS
 from forebay.ray.table import Operation, Route, TableStorage, union
 from forebay.storage.base import Claim, Claimed, Listener, Ready, Rows, Snapshot, Summary
@@ -35,7 +35,6 @@ __all__ = ["MAX_SHARDS", "ShardedStorage", "shard_of", "shard_url"]
 MAX_SHARDS = 128
 _RESTORED_UIDS = 1 << 36
 """Uids that a restored checkpoint may use on a shard; new groups are numbered after them."""
-_QUEUE_ROWS = 64
 
 
 def shard_of(task_name: str, shards: int) -> int:
@@ -85,19 +84,21 @@ class ShardedStorage(TableStorage):
         if operation.route is Route.ALL:
             answers = await asyncio.gather(*[operation.call(shard, arguments) for shard in self._shards])
             return operation.merge(answers, arguments)
-        before, whole, after = _cut(arguments, operation.split)
+        before, whole, after = (
+            arguments[: operation.split],
+            arguments[operation.split],
+            arguments[operation.split + 1 :],
+        )
         if not isinstance(whole, (list, dict)):
             return await operation.call(self._shards[self._index(operation.route, whole)], arguments)
         if isinstance(whole, dict):
-            parts = self._by_shard(operation.route, whole)
-            answers = [
-                await operation.call(shard, (*before, {key: whole[key] for key in keys}, *after))
-                for shard, keys in parts
+            parts = [
+                (shard, {key: whole[key] for key in keys}) for shard, keys in self._by_shard(operation.route, whole)
             ]
+            answers = [await operation.call(shard, (*before, part, *after)) for shard, part in parts]
             return operation.merge(answers, arguments)
-        places = self._by_shard(operation.route, range(len(whole)), whole.__getitem__)
         found: dict[int, Any] = {}
-        for shard, indexes in places:
+        for shard, indexes in self._by_shard(operation.route, range(len(whole)), whole.__getitem__):
             answer = await operation.call(shard, (*before, [whole[index] for index in indexes], *after))
             found |= zip(indexes, answer, strict=True)
         return [found[index] for index in range(len(whole))]
@@ -140,17 +141,10 @@ class ShardedStorage(TableStorage):
         """Until something changed on some shard, and then until each has its part."""
         wants = {} if ready is None else ready.wants
         parts = self._by_shard(Route.TASK, wants) if wants else [(shard, []) for shard in self._shards]
-        await _first([asyncio.ensure_future(shard.watch_since(None)) for shard, _ in parts])
+        await _watched([shard.watch_since(None) for shard, _ in parts], asyncio.FIRST_COMPLETED)
         if ready is not None and wants:
-            waits = [
-                asyncio.ensure_future(shard.watch_since(replace(ready, wants={name: wants[name] for name in names}), 0))
-                for shard, names in parts
-            ]
-            try:
-                await asyncio.gather(*waits)
-            finally:
-                for waiting in waits:
-                    waiting.cancel()
+            waits = [(shard, replace(ready, wants={name: wants[name] for name in names})) for shard, names in parts]
+            await _watched([shard.watch_since(part, 0) for shard, part in waits], asyncio.FIRST_EXCEPTION)
 
     # --- operations over several hosts ----------------------------------------------------------------
 
@@ -260,21 +254,14 @@ class ShardedStorage(TableStorage):
         self, accounts: Mapping[str, Account], next_uid: int, next_timestamp_id: int, rows: AsyncIterable[Row]
     ) -> None:
         count = len(self._shards)
-        queues: list[asyncio.Queue[Row | ForebayError | None]] = [asyncio.Queue(_QUEUE_ROWS) for _ in range(count)]
-        restores = [
-            asyncio.ensure_future(
-                shard.restore(
-                    {name: account for name, account in accounts.items() if shard_of(name, count) == index},
-                    (index << UID_BITS) + _RESTORED_UIDS,
-                    next_timestamp_id,
-                    _renumbered(queue, index),
-                )
-            )
-            for index, (shard, queue) in enumerate(zip(self._shards, queues, strict=True))
-        ]
+        restores: list[Restore] = []
+        uids = [index << UID_BITS for index in range(count)]
         failure: BaseException | None = None
-        last_uid = 0
+        complete, last_uid = True, 0
         try:
+            for index, shard in enumerate(self._shards):
+                mine = {name: account for name, account in accounts.items() if shard_of(name, count) == index}
+                restores.append(await shard.begin_restore(mine, uids[index] + _RESTORED_UIDS, next_timestamp_id))
             async for row in rows:
                 if not last_uid < row.record.uid < next_uid:
                     raise InvalidInput(
@@ -282,13 +269,14 @@ class ShardedStorage(TableStorage):
                     )
                 last_uid = row.record.uid
                 index = shard_of(row.record.task_name, count)
-                await _pass_on(queues[index], row, restores)
+                uids[index] += 1
+                complete = await restores[index].add(Row(replace(row.record, uid=uids[index]), row.group))
+                if not complete:
+                    break
         except BaseException as error:
-            failure = error
-        stopped = ForebayError("the stream of another shard failed") if failure is not None else None
-        for queue, restore in zip(queues, restores, strict=True):
-            await _pass_on(queue, stopped, [restore], always=True)
-        outcomes = await asyncio.gather(*restores, return_exceptions=True)
+            failure, complete = error, False
+        ending = [restore.end(complete=complete) for restore in restores]
+        outcomes = await uncancelled(asyncio.gather(*ending, return_exceptions=True))
         if failure is not None:
             raise failure
         refused = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -302,47 +290,22 @@ class ShardedStorage(TableStorage):
             raise refused[0]
 
 
-def _cut(arguments: Sequence[Any], index: int) -> tuple[Sequence[Any], Any, Sequence[Any]]:
-    return arguments[:index], arguments[index], arguments[index + 1 :]
-
-
-async def _first(watches: list[asyncio.Future[None]]) -> None:
-    """Wait for the first of several watches, and end the others."""
+async def _watched(watches: Sequence[Coroutine[Any, Any, None]], return_when: str) -> None:
+    """Wait for the first of several watches, or for all of them or the first error; end the others."""
+    watching = [asyncio.ensure_future(watch) for watch in watches]
     try:
-        done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-        for watching in done:
-            watching.result()
+        done, _ = await asyncio.wait(watching, return_when=return_when)
+        for each in done:
+            each.result()
     finally:
-        for watching in watches:
-            watching.cancel()
+        for each in watching:
+            each.cancel()
 
 
 async def _undo(granted: Sequence[tuple[RayStorage, Claim, Claimed]]) -> None:
     for shard, part, claimed in granted:
         if claimed.rows is not None:
             await shard.undo(part, claimed.rows)
-
-
-async def _pass_on(
-    queue: asyncio.Queue[Any], item: Any, restores: Sequence[asyncio.Future[None]], *, always: bool = False
-) -> None:
-    """Put an item into a queue, unless its reader has ended."""
-    putting = asyncio.ensure_future(queue.put(item))
-    await asyncio.wait((putting, *restores), return_when=asyncio.FIRST_COMPLETED)
-    if not putting.done():
-        putting.cancel()
-        for restore in restores:
-            if restore.done() and not always:
-                restore.result()
-
-
-async def _renumbered(queue: asyncio.Queue[Any], index: int) -> AsyncIterator[Row]:
-    uid = index << UID_BITS
-    while (item := await queue.get()) is not None:
-        if isinstance(item, ForebayError):
-            raise item
-        uid += 1
-        yield Row(replace(item.record, uid=uid), item.group)
 
 
 async def _chained(streams: Sequence[AsyncGenerator[Row, None]]) -> AsyncGenerator[Row, None]:

@@ -265,28 +265,49 @@ class RayStorage(TableStorage):
     async def restore(
         self, accounts: Mapping[str, Account], next_uid: int, next_timestamp_id: int, rows: AsyncIterable[Row]
     ) -> None:
-        arguments = (dict(accounts), next_uid, next_timestamp_id)
-        restore_id: str = await self._run(OPERATIONS["restore"], arguments)
+        restore = await self.begin_restore(accounts, next_uid, next_timestamp_id)
         complete = False
         try:
-            await self._send_rows(restore_id, rows)
+            async for row in rows:
+                if not await restore.add(row):
+                    break
             complete = True
         finally:
-            await uncancelled(self._run(OPERATIONS["end_restore"], (restore_id, complete)))
+            await uncancelled(restore.end(complete=complete))
         self._tell(accounts)
 
-    async def _send_rows(self, restore_id: str, rows: AsyncIterable[Row]) -> None:
-        chunk: list[Row] = []
-        size = 0
-        async for row in rows:
-            chunk.append(row)
-            size += row.record.bytes
-            if size >= _CHUNK_BYTES or len(chunk) >= _CHUNK_ROWS:
-                if not await self._run(OPERATIONS["restore_rows"], (restore_id, chunk)):
-                    return  # it has failed; its end says why
-                chunk, size = [], 0
-        if chunk:
-            await self._run(OPERATIONS["restore_rows"], (restore_id, chunk))
+    async def begin_restore(self, accounts: Mapping[str, Account], next_uid: int, next_timestamp_id: int) -> Restore:
+        """Begin a restore; the caller adds the rows, and ends it."""
+        return Restore(self, await self._run(OPERATIONS["restore"], (dict(accounts), next_uid, next_timestamp_id)))
+
+
+class Restore:
+    """A restore in progress, whose rows travel in chunks."""
+
+    def __init__(self, storage: RayStorage, restore_id: str) -> None:
+        self._storage = storage
+        self._id = restore_id
+        self._rows: list[Row] = []
+        self._bytes = 0
+        self._open = True  # whether the host takes more rows
+
+    async def add(self, row: Row) -> bool:
+        """Add a row; False if the restore has failed, for a reason that its end tells."""
+        self._rows.append(row)
+        self._bytes += row.record.bytes
+        if self._bytes >= _CHUNK_BYTES or len(self._rows) >= _CHUNK_ROWS:
+            await self._send()
+        return self._open
+
+    async def _send(self) -> None:
+        rows, self._rows, self._bytes = self._rows, [], 0
+        self._open = await self._storage._run(OPERATIONS["restore_rows"], (self._id, rows))
+
+    async def end(self, *, complete: bool) -> None:
+        """Restore all rows, or (not `complete`) none. Raises the error of a restore that has failed."""
+        if complete and self._open and self._rows:
+            await self._send()
+        await self._storage._run(OPERATIONS["end_restore"], (self._id, complete or not self._open))
 
 
 async def _packed(argument: Any, parcel: Parcel) -> Any:

@@ -171,7 +171,7 @@ async def _started(actor: BufferActor) -> Host:
         if actor._host is None:
             storage = actor._build()
             if not storage.durable and actor._notes is None:
-                actor._notes = NoteWriter(actor._actor_id, lambda: actor._loop.run(_host_of(actor).note()))
+                actor._notes = NoteWriter(actor._actor_id, lambda: actor._loop.run(actor._host.note()))  # type: ignore[union-attr]
             host = Host(
                 storage,
                 actor._spec,
@@ -189,11 +189,6 @@ async def _started(actor: BufferActor) -> Host:
                 actor._notes.changed()  # a host that is lost before its first change has a note, too
             log.info("host_started buffer=%s restarted=%s", actor._spec.name, actor._restarted)
         return actor._host
-
-
-def _host_of(actor: BufferActor) -> Host:
-    assert actor._host is not None
-    return actor._host
 
 
 async def _served(actor: BufferActor, serve: Callable[[Host], Awaitable[Message]]) -> Message:

@@ -27,7 +27,7 @@ from forebay.errors import BufferClosed, ForebayError, InvalidInput, TooManyWait
 from forebay.ray import wire
 from forebay.ray.host.frames import add_to
 from forebay.ray.host.notes import Note
-from forebay.ray.host.operations import Book, HostSpec, Operations
+from forebay.ray.host.operations import Book, Exchange, HostSpec, Operations
 from forebay.ray.parcel import Frames, Message, Parcel, Payload
 from forebay.ray.table import OPERATIONS
 from forebay.ray.wire import Request
@@ -238,7 +238,8 @@ class Host:
         arguments = wire.with_groups(wire.decoded(request.body, operation.arguments), lambda group, record: read())
         if operation.carried is not None:
             arguments = (*arguments[: operation.carried], frames.objects[-1], *arguments[operation.carried + 1 :])
-        return await self.operations.run(operation, arguments, request, self._book(request.client))
+        call = Exchange(request.client, request.sequence, request.confirmed, self._book(request.client))
+        return await self.operations.run(operation, arguments, call)
 
     async def _stored(self, request: Request) -> Answered | None:
         if not request.sequence or not self._restarted or request.client in self._newcomers:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -25,11 +25,10 @@ from forebay.errors import InvalidInput, LostLease
 from forebay.ray.host.frames import FrameStorage, framed
 from forebay.ray.parcel import Frames, Message
 from forebay.ray.table import Operation
-from forebay.ray.wire import Request
 from forebay.storage.base import Claim, Claimed, Rows, Storage
 from forebay.storage.idempotency import CALL, Answered, Call, CallMemory
 
-__all__ = ["UID_BITS", "Book", "HostSpec", "Operations"]
+__all__ = ["UID_BITS", "Book", "Exchange", "HostSpec", "Operations"]
 
 UID_BITS = 40
 """Every shard numbers its groups in its own range: the bits above these are the number of the shard."""
@@ -71,6 +70,15 @@ class Book:
                 self.claims.pop(known, None)
 
 
+class Exchange(msgspec.Struct, frozen=True):
+    """The call that an operation runs for."""
+
+    client: str
+    sequence: int
+    confirmed: int
+    book: Book
+
+
 class _Restore:
     """A restore in progress: rows arrive call after call."""
 
@@ -108,24 +116,12 @@ class Operations:
         self._memory = storage if isinstance(storage, CallMemory) else None
         self._frames = isinstance(storage, FrameStorage)
         self._opening = asyncio.Lock()
-        self._own: dict[str, Callable[..., Awaitable[Any]]] = {
-            "open": self._open,
-            "close": self._close,
-            "claim": self._claim,
-            "withdraw": self._withdraw,
-            "snapshot": self._snapshot,
-            "stream": self._stream,
-            "end_stream": self._end_stream,
-            "restore": self._restore,
-            "restore_rows": self._restore_rows,
-            "end_restore": self._end_restore,
-        }
 
-    async def run(self, operation: Operation, arguments: tuple[Any, ...], request: Request, book: Book) -> Any:
-        """Run an operation for a client."""
-        own = self._own.get(operation.name)
+    async def run(self, operation: Operation, arguments: tuple[Any, ...], call: Exchange) -> Any:
+        """Run an operation for a client: by a method of that name here, or else on the storage."""
+        own = getattr(self, f"_run_{operation.name}", None)
         if own is not None:
-            return await own(request, book, *arguments)
+            return await own(call, *arguments)
         if "owner" in operation.parameters:
             await self.welcome_back(arguments[list(operation.parameters).index("owner")])
         return await operation.call(self.storage, arguments)
@@ -170,24 +166,22 @@ class Operations:
                     self.owners.add(owner)
                     self._poke()
 
-    async def _open(
-        self, request: Request, book: Book, owner: str, settings: Settings, lease_s: float | None
-    ) -> str | None:
+    async def _run_open(self, call: Exchange, owner: str, settings: Settings, lease_s: float | None) -> str | None:
         if self.spec.settings is not None:
             settings = replace(settings, choose=self.spec.settings.choose)  # clients do not have the function
         await self.storage.open(owner, settings, lease_s)
         if not self.owners:
             await self.begin_uids()
         self.owners.add(owner)
-        book.owners.add(owner)
+        call.book.owners.add(owner)
         self._poke()
         return self.storage.store_id
 
-    async def _close(self, request: Request, book: Book, owner: str) -> None:
-        await self.abandon(request.client)
-        book.owners.discard(owner)
-        if not book.owners and owner in self.owners:
-            await self.forget(request.client)
+    async def _run_close(self, call: Exchange, owner: str) -> None:
+        await self.abandon(call.client)
+        call.book.owners.discard(owner)
+        if not call.book.owners and owner in self.owners:
+            await self.forget(call.client)
         self.owners.discard(owner)
         await self.storage.close(owner)
 
@@ -205,29 +199,29 @@ class Operations:
 
     # --- claims ---------------------------------------------------------------------------------------
 
-    async def _claim(self, request: Request, book: Book, claim: Claim) -> Claimed:
+    async def _run_claim(self, call: Exchange, claim: Claim) -> Claimed:
         await self.welcome_back(claim.owner)
         claimed = await self.storage.claim(claim)
         rows = claimed.rows
         if rows is None or not any(rows.values()):
             return claimed
-        if request.sequence in book.withdrawn:
+        if call.sequence in call.book.withdrawn:
             await self.storage.undo(claim, rows)
             return replace(claimed, rows=None)
-        book.claims[request.sequence] = rows
+        call.book.claims[call.sequence] = rows
         return claimed
 
-    async def _withdraw(self, request: Request, book: Book, sequence: int, claim: Claim) -> None:
+    async def _run_withdraw(self, call: Exchange, sequence: int, claim: Claim) -> None:
         """Put back the groups of a claim whose caller has gone, also if the claim has yet to arrive."""
-        rows = book.claims.pop(sequence, None)
+        rows = call.book.claims.pop(sequence, None)
         if rows is None:
-            book.withdrawn.add(sequence)
+            call.book.withdrawn.add(sequence)
             with suppress(LostLease):  # then they are back already
-                stored = await self.answer(request.client, sequence)
+                stored = await self.answer(call.client, sequence)
                 rows = None if stored is None else stored.value.rows
         if rows is not None:
             # As part of the claim's own call, whose answer is removed with it: a repeated withdrawal finds nothing.
-            token = CALL.set(Call(request.client, sequence, request.confirmed))
+            token = CALL.set(Call(call.client, sequence, call.confirmed))
             try:
                 await self.storage.undo(claim, rows)
             finally:
@@ -235,13 +229,13 @@ class Operations:
 
     # --- streams --------------------------------------------------------------------------------------
 
-    async def _snapshot(self, request: Request, book: Book) -> tuple[dict[str, Account], int, int, str]:
+    async def _run_snapshot(self, call: Exchange) -> tuple[dict[str, Account], int, int, str]:
         snapshot = await self.storage.snapshot()
         stream_id = uuid.uuid4().hex
-        self.streams[stream_id] = (snapshot.rows, request.client)
+        self.streams[stream_id] = (snapshot.rows, call.client)
         return dict(snapshot.accounts), snapshot.next_uid, snapshot.next_timestamp_id, stream_id
 
-    async def _stream(self, request: Request, book: Book, stream_id: str) -> list[Row]:
+    async def _run_stream(self, call: Exchange, stream_id: str) -> list[Row]:
         known = self.streams.get(stream_id)
         if known is None:
             raise InvalidInput("this snapshot no longer exists: its host was restarted, or it was closed")
@@ -256,28 +250,28 @@ class Operations:
             del self.streams[stream_id]
         return rows
 
-    async def _end_stream(self, request: Request, book: Book, stream_id: str) -> None:
+    async def _run_end_stream(self, call: Exchange, stream_id: str) -> None:
         known = self.streams.pop(stream_id, None)
         if known is not None:
             await known[0].aclose()
 
-    async def _restore(
-        self, request: Request, book: Book, accounts: dict[str, Account], next_uid: int, next_timestamp_id: int
+    async def _run_restore(
+        self, call: Exchange, accounts: dict[str, Account], next_uid: int, next_timestamp_id: int
     ) -> str:
         restore_id = uuid.uuid4().hex
-        restore = self.restores[restore_id] = _Restore(request.client)
+        restore = self.restores[restore_id] = _Restore(call.client)
         restore.done = asyncio.ensure_future(
             self.storage.restore(accounts, next_uid, next_timestamp_id, restore.stream())
         )
         return restore_id
 
-    async def _restore_rows(self, request: Request, book: Book, restore_id: str, rows: list[Row]) -> bool:
+    async def _run_restore_rows(self, call: Exchange, restore_id: str, rows: list[Row]) -> bool:
         """Whether the storage takes more rows."""
         restore = self._restoring(restore_id)
         await restore.hand(rows)
         return not restore.done.done()
 
-    async def _end_restore(self, request: Request, book: Book, restore_id: str, complete: bool) -> None:
+    async def _run_end_restore(self, call: Exchange, restore_id: str, complete: bool) -> None:
         restore = self._restoring(restore_id)
         restore.abandoned = not complete
         try:
