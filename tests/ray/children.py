@@ -86,13 +86,9 @@ class Worker:
 
     def draw(self, n: int, task_name: str = TASK) -> list[int]:
         """Issue new prompts, and keep them."""
-
-        async def issue() -> list[list[RolloutState]]:
-            return await drawn(self._buffer.native, n, task_name)
-
-        drawn = self._buffer.submit(issue()).result()
-        self._drawn += drawn
-        return ids(drawn)
+        groups = self._buffer.submit(drawn(self._buffer.native, n, task_name)).result()
+        self._drawn += groups
+        return ids(groups)
 
     def redraw(self, n: int, task_name: str = TASK) -> list[int]:
         drawn = self._buffer.submit(internals(self._buffer.native).redraw(n, task_name)).result()

@@ -54,11 +54,8 @@ class BufferSettings(msgspec.Struct, frozen=True):
 
     policy: str
     order: Order
-    max_groups: int | None
-    max_bytes: int | None
-    expect_group_bytes: int
-    keep_trained: int
     lease_s: float
+    limits: dict[str, Any]  # max_groups, max_bytes, expect_group_bytes, keep_trained
 
 
 class Version(msgspec.Struct, frozen=True):

@@ -234,8 +234,8 @@ class Host:
         if stored is not None:
             log.info("call_repeated buffer=%s op=%s", self.spec.name, request.op)
             return stored.value
-        read = self.operations.group_reader(frames)
-        arguments = wire.with_groups(wire.decoded(request.body, operation.arguments), lambda group, record: read())
+        heads = wire.decoded(request.body, operation.arguments)
+        arguments = wire.with_groups(heads, lambda group, record: self.operations.next_group(frames))
         if operation.carried is not None:
             arguments = (*arguments[: operation.carried], frames.objects[-1], *arguments[operation.carried + 1 :])
         call = Exchange(request.client, request.sequence, request.confirmed, self._book(request.client))

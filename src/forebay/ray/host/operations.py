@@ -126,15 +126,11 @@ class Operations:
             await self.welcome_back(arguments[list(operation.parameters).index("owner")])
         return await operation.call(self.storage, arguments)
 
-    def group_reader(self, frames: Frames) -> Callable[[], Group]:
-        """Reads the groups of a call as the storage keeps them."""
-
-        def read() -> Group:
-            start = frames.offset
-            data, references = frames.next()
-            return framed(data, start, references) if self._frames else decode_group(bytes(data), references)
-
-        return read
+    def next_group(self, frames: Frames) -> Group:
+        """The next group of a call, as the storage keeps it."""
+        start = frames.offset
+        data, references = frames.next()
+        return framed(data, start, references) if self._frames else decode_group(bytes(data), references)
 
     # --- answers that a durable storage remembers ---------------------------------------------------
 
