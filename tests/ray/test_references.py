@@ -358,7 +358,7 @@ async def test_a_value_that_is_not_plain_data_is_refused_with_its_path(tmp_path:
 
 async def test_a_group_whose_reference_lost_its_owner_fails_with_that_reason(tmp_path: Path) -> None:
     async with ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db")) as buffer:
-        (drawn,) = await internals(buffer).issue([make_group(status=Status.INIT)], "math", cursor=0)
+        (drawn,) = (await internals(buffer).issue([make_group(status=Status.INIT)], "math", cursor=0)).groups
         with producer() as actor:
             (image,) = await actor.image.remote(keep=True)
             await kill(actor)

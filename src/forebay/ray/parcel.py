@@ -125,12 +125,13 @@ def _array(parts: list[Any]) -> np.ndarray[Any, Any]:
 
 
 class Frames:
-    """Reads the frames and references of a message, one after the other."""
+    """Reads the frames and references of a message, one after the other. `checksums`: whether frames have them."""
 
-    def __init__(self, payload: Payload, objects: Sequence[Any], sizes: FrameSizes) -> None:
+    def __init__(self, payload: Payload, objects: Sequence[Any], sizes: FrameSizes, *, checksums: bool = True) -> None:
         buffer: Any = payload  # an array lends its bytes, too
         self._view = memoryview(buffer).cast("B").toreadonly()
         self._sizes = iter(sizes)
+        self._checksums = checksums
         self._used = 0
         self.objects = objects
         self.offset = 0  # where the next frame begins
@@ -152,10 +153,10 @@ class Frames:
         self.references.append(found)
         return frame, found
 
-    def group(self, record: Record | None, *, checksums: bool) -> Group:
+    def group(self, record: Record | None) -> Group:
         """The next group, with the identity of its record; its arrays are read-only views of the payload."""
         frame, references = self.next()
-        group = decode_group(frame, references, checksum=checksums)
+        group = decode_group(frame, references, checksum=self._checksums)
         if record is not None:
             identify(group, record.task_name, record.group_id)
         return group

@@ -39,6 +39,7 @@ __all__ = [
     "decoded",
     "encoded",
     "error_of",
+    "failed",
     "failure_of",
     "with_groups",
 ]
@@ -65,11 +66,9 @@ class Version(msgspec.Struct, frozen=True):
     version: str
 
 
-class Hello(msgspec.Struct, frozen=True):
+class Hello(Version, frozen=True):
     """How a host introduces itself."""
 
-    protocol: int
-    version: str
     name: str
     incarnation: str
     durable: bool
@@ -245,6 +244,11 @@ def failure_of(error: ForebayError) -> Failure:
     """An error as plain data."""
     fields = {name: value for name, value in vars(error).items() if _is_plain(value)}
     return Failure(type(error).__name__, str(error), fields)
+
+
+def failed(error: ForebayError, version: int = 0, buffered: int = 0) -> bytes:
+    """The head of an answer that is an error."""
+    return encoded(Answer(version, buffered, [], failure_of(error), NOTHING))
 
 
 def error_of(failure: Failure) -> ForebayError:

@@ -14,7 +14,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
@@ -87,19 +87,16 @@ def lost(name: str, note: notes.Note, why: str) -> BufferLost:
     )
 
 
-class Reply:
-    """The answer of a host. `checksums`: whether its frames have them."""
+class Reply(NamedTuple):
+    """The answer of a host; `size`: the bytes of its payload."""
 
-    def __init__(self, answer: Answer, frames: Frames, size: int, *, checksums: bool) -> None:
-        self.answer = answer
-        self.frames = frames
-        self.size = size
-        self._checksums = checksums
+    answer: Answer
+    frames: Frames
+    size: int
 
     def read(self, kind: Any) -> Any:
         """The result, of this type, with its groups."""
-        result = wire.decoded(self.answer.body, kind)
-        return wire.with_groups(result, lambda _, record: self.frames.group(record, checksums=self._checksums))
+        return wire.with_groups(wire.decoded(self.answer.body, kind), lambda _, record: self.frames.group(record))
 
 
 class Link:
@@ -110,7 +107,7 @@ class Link:
         self.hello = hello
         self.client = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._worker = ray.get_runtime_context().get_worker_id()
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._last = 0
         self._stand: wire.Stand | None = None
         self._methods: dict[int, Any] = {}
@@ -122,12 +119,11 @@ class Link:
         """A link to a host of the same version, once its storage is open. Blocks for that."""
         try:
             head, _, _ = ray.get(actor.hello.remote(), timeout=timeout_s)
-        except exceptions.RayActorError as error:
-            note = notes.read_note(actor._actor_id.hex())
+        except exceptions.RayError as error:
+            dead = isinstance(error, exceptions.RayActorError)
+            note = notes.read_note(actor._actor_id.hex()) if dead else None
             if note is not None:
                 raise lost(name, note, _short(error)) from error
-            raise StorageUnavailable(f"the host of buffer {name!r} does not answer: {_short(error)}") from error
-        except exceptions.RayError as error:
             raise StorageUnavailable(f"the host of buffer {name!r} does not answer: {_short(error)}") from error
         answer: Answer = wire.decoded(head, Answer)
         if answer.failure is not None:
@@ -173,7 +169,7 @@ class Link:
             sent = method.remote(*args)
             first, rest = (sent[0], sent[1:]) if isinstance(sent, list) else (sent, [])
             future = asyncio.wrap_future(first.future())
-            future.add_done_callback(_look_at)  # its caller may have gone
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have gone
             if rest:
                 self._rest[future] = rest
             return future
@@ -209,7 +205,8 @@ class Link:
                     log.warning("host_does_not_answer buffer=%s seconds=%g", self.hello.name, waited_s)
 
     def _confirmed(self) -> int:
-        return min(self._open, default=self._last + 1) - 1
+        with self._guard:
+            return min(self._open, default=self._last + 1) - 1
 
     def seen(self, sequence: int) -> None:
         """The answer of a call was seen, or is no longer waited for."""
@@ -230,8 +227,8 @@ class Link:
         stand = answer.stand
         if stand is not None and (self._stand is None or stand.version > self._stand.version):
             self._stand = stand
-        frames = Frames(payload, objects, answer.frames)
-        return Reply(answer, frames, len(payload), checksums=self.hello.checksums)
+        frames = Frames(payload, objects, answer.frames, checksums=self.hello.checksums)
+        return Reply(answer, frames, len(payload))
 
     async def wait(self, body: Any) -> Answer:
         """One long call, which takes a place for waits. If it is cancelled, it frees its place."""
@@ -254,16 +251,12 @@ class Link:
     def beat(self, owner: str) -> Any:
         """Send a heartbeat; `heard` waits for its answer."""
         check_cluster()
-        with self._guard:
-            confirmed = self._confirmed()
-        return self._actor.beat.remote(owner, self.client, confirmed)
+        return self._actor.beat.remote(owner, self.client, self._confirmed())
 
     def confirm(self) -> None:
         """Tell the host which answers it may forget, without waiting."""
         check_cluster()
-        with self._guard:
-            confirmed = self._confirmed()
-        self._actor.confirm.remote(self.client, confirmed)
+        self._actor.confirm.remote(self.client, self._confirmed())
 
     # --- errors ---------------------------------------------------------------------------------------
 
@@ -298,11 +291,6 @@ class Link:
         except Exception as error:  # the cluster is gone; its errors then have no type
             log.warning("note_unreadable buffer=%s %s", self.hello.name, error)
             return None
-
-
-def _look_at(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 def _short(error: BaseException) -> str:

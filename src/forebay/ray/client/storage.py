@@ -174,8 +174,8 @@ class RayStorage(TableStorage):
 
     async def claim(self, claim: Claim) -> Claimed:
         while True:
-            expected_bytes = self._group_bytes * sum(claim.wants.values())
-            sequence, future = self._link.begin(OPERATIONS["claim"], (claim,), Parcel(), expected_bytes=expected_bytes)
+            expected = self._group_bytes * sum(claim.wants.values())
+            sequence, future = self._link.begin(OPERATIONS["claim"], (claim,), Parcel(), expected_bytes=expected)
             try:
                 cancelled = await self._answered(sequence, future)
                 if cancelled is not None:

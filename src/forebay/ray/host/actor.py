@@ -117,7 +117,7 @@ class BufferActor:
             host = self._loop.run(_started(self))
             wait = self._loop.run(host.begin_wait(wire.decoded(head, wire.Request)))
         except ForebayError as error:
-            return _failed(error)[0]
+            return wire.failed(error)
         # Then the client asks again: a client that has gone must not hold its place forever.
         wait.over.wait(_LONGEST_WAIT_S)
         return self._loop.run(host.end_wait(wait))
@@ -197,7 +197,7 @@ async def _served(actor: BufferActor, serve: Callable[[Host], Awaitable[Message]
         try:
             host = await _started(actor)
         except ForebayError as error:
-            return _failed(error)
+            return wire.failed(error), b"", []
     return await serve(host)
 
 
@@ -215,7 +215,3 @@ async def _hello(actor: BufferActor, host: Host) -> Message:
     )
     answer = wire.Answer(0, len(host.storage), [], None, msgspec.Raw(wire.encoded(hello)))
     return wire.encoded(answer), b"", []
-
-
-def _failed(error: ForebayError) -> Message:
-    return wire.encoded(wire.Answer(0, 0, [], wire.failure_of(error), wire.NOTHING)), b"", []

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -32,7 +33,7 @@ from forebay.ray.parcel import Frames, Message, Parcel, Payload
 from forebay.ray.table import OPERATIONS
 from forebay.ray.wire import Request
 from forebay.storage.base import Ready, Storage
-from forebay.storage.idempotency import CALL, Answered, Call
+from forebay.storage.idempotency import CALL, Call
 
 __all__ = ["Host", "Wait"]
 
@@ -84,7 +85,7 @@ class Host:
         self._restarted = restarted
         self._changed = changed
         self._owner = f"host of {spec.name}/{spec.shard}-{uuid.uuid4().hex[:8]}"
-        self._books: dict[str, Book] = {}
+        self._books: defaultdict[str, Book] = defaultdict(Book)
         self._newcomers: set[str] = set()  # clients whose first call came after the start of this host
         self._version = time.time_ns() // 1_000  # continues to grow when a host is restarted
         self._changes = 0
@@ -168,13 +169,12 @@ class Host:
             return await self._perform(request, payload, objects)
         if request.sequence == 1:
             self._newcomers.add(request.client)
-        book = self._book(request.client)
+        book = self._books[request.client]
         book.confirm(request.confirmed)
         answer = book.answers.get(request.sequence)
         if answer is None and request.sequence <= book.confirmed:
-            return self._failed(
-                InvalidInput(f"call {request.sequence} of {request.client} arrived again after its answer was seen")
-            )
+            again = InvalidInput(f"call {request.sequence} of {request.client} arrived again after its answer was seen")
+            return wire.failed(again, self._version, len(self.storage)), b"", []
         if answer is not None:
             return await asyncio.shield(answer)
         answer = book.answers[request.sequence] = asyncio.get_running_loop().create_future()
@@ -187,17 +187,6 @@ class Host:
         answer.set_result(message)
         return message
 
-    def _book(self, client: str) -> Book:
-        book = self._books.get(client)
-        if book is None:
-            book = self._books[client] = Book()
-        return book
-
-    def _failed(self, error: ForebayError, version: int | None = None) -> Message:
-        since = self._version if version is None else version
-        answer = wire.Answer(since, len(self.storage), [], wire.failure_of(error), wire.NOTHING)
-        return wire.encoded(answer), b"", []
-
     async def _perform(self, request: Request, payload: Payload, objects: Sequence[Any]) -> Message:
         version = self._version  # as of before the operation: all changes during it count as later
         changed: dict[str, None] = {}
@@ -209,7 +198,7 @@ class Host:
             with as_values():  # values that a durable storage decodes here are only encoded again
                 result = await self._result(request, Frames(payload, objects, request.frames))
         except ForebayError as error:
-            return self._failed(error, version)
+            return wire.failed(error, version, len(self.storage)), b"", []
         finally:
             CALL.reset(tokens[0])
             _CHANGED.reset(tokens[1])
@@ -230,7 +219,8 @@ class Host:
         operation = OPERATIONS.get(request.op)
         if operation is None:
             raise InvalidInput(f"unknown operation {request.op!r}")
-        stored = await self._stored(request)
+        may_be_stored = request.sequence and self._restarted and request.client not in self._newcomers
+        stored = await self.operations.answer(request.client, request.sequence) if may_be_stored else None
         if stored is not None:
             log.info("call_repeated buffer=%s op=%s", self.spec.name, request.op)
             return stored.value
@@ -238,13 +228,8 @@ class Host:
         arguments = wire.with_groups(heads, lambda group, record: self.operations.next_group(frames))
         if operation.carried is not None:
             arguments = (*arguments[: operation.carried], frames.objects[-1], *arguments[operation.carried + 1 :])
-        call = Exchange(request.client, request.sequence, request.confirmed, self._book(request.client))
+        call = Exchange(request.client, request.sequence, request.confirmed, self._books[request.client])
         return await self.operations.run(operation, arguments, call)
-
-    async def _stored(self, request: Request) -> Answered | None:
-        if not request.sequence or not self._restarted or request.client in self._newcomers:
-            return None
-        return await self.operations.answer(request.client, request.sequence)
 
     async def note(self) -> Note:
         """The figures of all tasks, to be written down."""

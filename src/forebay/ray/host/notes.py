@@ -74,7 +74,7 @@ class NoteWriter:
     """Writes the latest note of one actor whenever something changed; `read` returns it."""
 
     def __init__(self, actor_id: str, read: Callable[[], Note]) -> None:
-        self._key = _note_key(actor_id)
+        self._key = _key("note", actor_id)
         self._read = read
         self._news = threading.Event()
         self._ended = False
@@ -104,28 +104,24 @@ class NoteWriter:
             time.sleep(_PAUSE_S)
 
 
-def _note_key(actor_id: str) -> bytes:
-    return f"note/{actor_id}".encode()
-
-
-def _name_key(name: str) -> bytes:
-    return f"name/{name}".encode()
+def _key(kind: str, name: str) -> bytes:
+    return f"{kind}/{name}".encode()
 
 
 def read_note(actor_id: str) -> Note | None:
     """The last note of an actor, if it wrote one."""
-    data = internal_kv._internal_kv_get(_note_key(actor_id), namespace=_NAMESPACE)
+    data = internal_kv._internal_kv_get(_key("note", actor_id), namespace=_NAMESPACE)
     return None if data is None else msgspec.msgpack.decode(data, type=Note)
 
 
 def write_actor(name: str, actor_id: str) -> None:
     """Write down which actor hosts a name."""
-    internal_kv._internal_kv_put(_name_key(name), actor_id.encode(), overwrite=True, namespace=_NAMESPACE)
+    internal_kv._internal_kv_put(_key("name", name), actor_id.encode(), overwrite=True, namespace=_NAMESPACE)
 
 
 def last_actor(name: str) -> str | None:
     """The actor that hosted a name last."""
-    data = internal_kv._internal_kv_get(_name_key(name), namespace=_NAMESPACE)
+    data = internal_kv._internal_kv_get(_key("name", name), namespace=_NAMESPACE)
     return None if data is None else bytes(data).decode()
 
 
@@ -133,5 +129,5 @@ def forget_notes(name: str) -> None:
     """Remove the notes of a buffer that was destroyed on purpose: nothing was lost."""
     actor_id = last_actor(name)
     if actor_id is not None:
-        internal_kv._internal_kv_del(_note_key(actor_id), namespace=_NAMESPACE)
-        internal_kv._internal_kv_del(_name_key(name), namespace=_NAMESPACE)
+        internal_kv._internal_kv_del(_key("note", actor_id), namespace=_NAMESPACE)
+        internal_kv._internal_kv_del(_key("name", name), namespace=_NAMESPACE)

@@ -53,8 +53,7 @@ class Book:
     def __init__(self) -> None:
         self.answers: dict[int, asyncio.Future[Message]] = {}
         self.claims: dict[int, Rows] = {}
-        self.withdrawn: set[int] = set()
-        """Claims that were withdrawn before they arrived."""
+        self.withdrawn: set[int] = set()  # claims that were withdrawn before they arrived
         self.owners: set[str] = set()
         self.confirmed = 0
         self.heard_at = time.monotonic()
@@ -70,12 +69,9 @@ class Book:
                 self.claims.pop(known, None)
 
 
-class Exchange(msgspec.Struct, frozen=True):
+class Exchange(Call, frozen=True):
     """The call that an operation runs for."""
 
-    client: str
-    sequence: int
-    confirmed: int
     book: Book
 
 
