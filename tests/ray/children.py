@@ -1,4 +1,4 @@
-"""Producers and trainers in processes of their own, which tests start, use and kill."""
+"""Producers and trainers in their own processes, which tests start, use and kill."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Worker:
 
 
 def start(name: str, **options: Any) -> Any:
-    """A worker in a process of its own."""
+    """A worker in its own process."""
     declare: Any = ray.remote
     return declare(num_cpus=0, max_concurrency=4)(Worker).options(**options).remote(name)
 

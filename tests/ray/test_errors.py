@@ -121,7 +121,7 @@ LEAVES = """
 """
 
 
-def test_a_process_that_leaves_the_cluster_in_the_middle_of_its_calls_is_told(
+def test_a_process_that_leaves_the_cluster_during_its_calls_gets_typed_errors(
     cluster: LocalCluster, shared: str
 ) -> None:
     printed = program(LEAVES, cluster.address, shared).split("\n")
@@ -132,7 +132,7 @@ def test_a_process_that_leaves_the_cluster_in_the_middle_of_its_calls_is_told(
 
 
 @pytest.mark.parametrize("name", ["", ".a", "-a", "a#1", "a/b", "a b", "ä", "a" * 101, None, 7, b"a"])
-def test_bad_names(cluster: LocalCluster, name: Any) -> None:
+def test_bad_names_are_refused(cluster: LocalCluster, name: Any) -> None:
     for call in (RayReplayBuffer.create, RayReplayBuffer.connect, RayReplayBuffer.destroy):
         with pytest.raises(InvalidConfig, match="letters, digits"):
             call(name)
@@ -153,7 +153,9 @@ def test_bad_names(cluster: LocalCluster, name: Any) -> None:
         ({"actor_options": {"num_gpu": 1}}, "num_gpu"),
     ],
 )
-def test_bad_settings(cluster: LocalCluster, new_name: NewName, options: dict[str, Any], problem: str) -> None:
+def test_bad_settings_are_refused(
+    cluster: LocalCluster, new_name: NewName, options: dict[str, Any], problem: str
+) -> None:
     name = new_name()
     with pytest.raises(forebay.InvalidInput, match=problem):
         RayReplayBuffer.create(name, **options)
@@ -161,7 +163,7 @@ def test_bad_settings(cluster: LocalCluster, new_name: NewName, options: dict[st
         RayReplayBuffer.connect(name)
 
 
-async def test_a_name_that_is_taken(shared: str) -> None:
+async def test_a_name_that_is_taken_is_refused(shared: str) -> None:
     async with connected(shared) as buffer:
         await fill(buffer, 1, "taken")
         for options in ({}, {"shards": 2}):
@@ -170,7 +172,7 @@ async def test_a_name_that_is_taken(shared: str) -> None:
         assert await closed_ledger(buffer, "taken") == {"issued": 1, "buffered": 1}
 
 
-async def test_of_two_that_create_a_name_at_once_one_has_it(cluster: LocalCluster, new_name: NewName) -> None:
+async def test_of_several_that_create_a_name_at_once_one_succeeds(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     made = await asyncio.gather(
         *[asyncio.to_thread(RayReplayBuffer.create, name) for _ in range(3)], return_exceptions=True
@@ -185,7 +187,7 @@ async def test_of_two_that_create_a_name_at_once_one_has_it(cluster: LocalCluste
     RayReplayBuffer.destroy(name)
 
 
-def test_a_name_that_is_not_there(cluster: LocalCluster, new_name: NewName) -> None:
+def test_an_unknown_name_is_an_error(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     for call in (RayReplayBuffer.connect, RayReplayBuffer.destroy):
         with pytest.raises(NoSuchBuffer, match=name):
@@ -195,7 +197,7 @@ def test_a_name_that_is_not_there(cluster: LocalCluster, new_name: NewName) -> N
 # --- the end of a buffer ------------------------------------------------------------------------------
 
 
-async def test_a_buffer_that_is_destroyed_while_others_use_it(cluster: LocalCluster, new_name: NewName) -> None:
+async def test_clients_of_a_destroyed_buffer_get_typed_errors(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     buffer = await asyncio.to_thread(RayReplayBuffer.create, name)
     other = await asyncio.to_thread(RayReplayBuffer.connect, name)
@@ -237,7 +239,7 @@ async def _ended(pid: int) -> bool:
 # --- another version ----------------------------------------------------------------------------------
 
 
-def test_another_version_here(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_of_another_version_is_refused(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forebay, "__version__", "0.0.1")
     with pytest.raises(VersionMismatch, match=r"here is 0\.0\.1 .* install one version"):
         RayReplayBuffer.connect(shared)
@@ -252,7 +254,7 @@ class FromTheFuture(BufferActor):
         return wire.encoded([0, 0, [], None, body, None, [], "more"]), b"", []
 
 
-def test_another_version_there(cluster: LocalCluster, new_name: NewName) -> None:
+def test_a_host_of_another_version_is_refused(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     declare: Any = ray.remote
     groups = {OPERATIONS: 1, WAITS: 2, HEARTBEATS: 1}
@@ -266,7 +268,7 @@ def test_another_version_there(cluster: LocalCluster, new_name: NewName) -> None
     del actor
 
 
-def test_an_actor_that_hosts_a_storage_and_no_buffer(cluster: LocalCluster, new_name: NewName) -> None:
+def test_connecting_to_a_storage_without_a_buffer_is_refused(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     declare: Any = ray.remote
     groups = {OPERATIONS: 1, WAITS: 2, HEARTBEATS: 1}
@@ -280,7 +282,9 @@ def test_an_actor_that_hosts_a_storage_and_no_buffer(cluster: LocalCluster, new_
 # --- storages that cannot be opened -------------------------------------------------------------------
 
 
-async def test_a_store_that_another_process_has_open(cluster: LocalCluster, new_name: NewName, tmp_path: Path) -> None:
+async def test_a_store_that_another_process_has_open_is_refused(
+    cluster: LocalCluster, new_name: NewName, tmp_path: Path
+) -> None:
     name = new_name()
     config = ReplayBufferConfig(storage=f"sqlite:///{tmp_path / 'store.db'}")
     mine = SQLiteStorage(tmp_path / "store.db")
@@ -294,7 +298,7 @@ async def test_a_store_that_another_process_has_open(cluster: LocalCluster, new_
         assert await fill(buffer, 1) == [0]
 
 
-def test_a_store_that_is_no_file(cluster: LocalCluster, new_name: NewName, tmp_path: Path) -> None:
+def test_a_store_that_is_no_file_is_refused(cluster: LocalCluster, new_name: NewName, tmp_path: Path) -> None:
     name = new_name()
     with pytest.raises(StorageError):
         RayReplayBuffer.create(name, ReplayBufferConfig(storage=f"sqlite:///{tmp_path}"))
@@ -328,13 +332,13 @@ async def test_a_call_that_cannot_be_sent_leaves_no_number_behind(shared: str) -
         assert await fill(buffer, 1, "unsent") == [0]
 
 
-async def test_an_operation_that_nobody_knows_is_refused(shared: str) -> None:
+async def test_an_unknown_operation_is_refused(shared: str) -> None:
     async with connected(shared) as buffer:
         with pytest.raises(forebay.InvalidInput, match="unknown operation"):
             await buffer.storage._run(Operation("pour", tuple[()], None), ())  # type: ignore[attr-defined]
 
 
-async def test_a_host_that_fails_in_a_way_of_its_own_says_so_and_goes_on(shared: str) -> None:
+async def test_a_host_reports_an_unexpected_error_and_continues(shared: str) -> None:
     async with connected(shared) as buffer:
         with pytest.raises(StorageError, match="failed: RayTaskError"):
             await buffer.storage._run(Operation("discard", None, None), (None, "no node"))  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Calls that come twice are done once; waits are one call; a host forgets what nobody will ask for. No cluster needed.
+"""Calls that arrive twice happen once; waits are one call; a host forgets answers that were seen. No cluster needed.
 
 `Host` is called directly here, with the very messages that clients send.
 """
@@ -100,7 +100,7 @@ def take(n: int, purpose: Purpose = Purpose.TAKE) -> Claim:
 
 
 class Place:
-    """Where a host is, and how it begins a new life there."""
+    """The storage of a host, and how the host is restarted on it."""
 
     def __init__(self, kind: str, path: Path) -> None:
         self.kind = kind
@@ -149,7 +149,7 @@ async def line(host: Host, task_name: str = "math") -> dict[str, int]:
     return {name: n for name, n in found.items() if n}
 
 
-# --- once, however often it comes ---------------------------------------------------------------------
+# --- once, however often it arrives ---------------------------------------------------------------------
 
 Make = Callable[[Client, list[Record]], Call]
 
@@ -187,7 +187,7 @@ def _plain(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("what", CALLS)
-async def test_a_call_that_comes_twice_is_done_once(place: Place, what: str) -> None:
+async def test_a_call_that_arrives_twice_happens_once(place: Place, what: str) -> None:
     host = await place.begin()
     client, stored = await _prepared(host)
     records = stored[1:] if what == "revise" else stored
@@ -205,9 +205,7 @@ async def test_a_call_that_comes_twice_is_done_once(place: Place, what: str) -> 
 
 
 @pytest.mark.parametrize("what", CALLS)
-async def test_g07_a_call_that_comes_again_after_a_crash_gets_the_answer_that_was_stored(
-    sqlite: Place, what: str
-) -> None:
+async def test_g07_a_call_that_arrives_again_after_a_crash_gets_the_stored_answer(sqlite: Place, what: str) -> None:
     client, stored = await _prepared(await sqlite.begin())
     records = stored[1:] if what == "revise" else stored
     message = CALLS[what](client, records)
@@ -232,7 +230,7 @@ async def test_payloads_come_with_a_repeated_claim(sqlite: Place) -> None:
     assert len(bytes(again)) > 100
 
 
-async def test_an_error_is_repeated_as_it_was(place: Place) -> None:
+async def test_a_repeated_call_gets_the_same_error(place: Place) -> None:
     client = Client(await place.begin())
     await client.open()
     message = client.message("settle", "no such lease", [1], Event.ACKED, None)
@@ -241,7 +239,7 @@ async def test_an_error_is_repeated_as_it_was(place: Place) -> None:
             await client.send(message)
 
 
-async def test_a_call_whose_answer_was_seen_is_never_done_again(place: Place) -> None:
+async def test_a_call_whose_answer_was_seen_never_happens_again(place: Place) -> None:
     host = await place.begin()
     client = Client(host)
     await client.open()
@@ -281,7 +279,7 @@ async def test_a_host_does_not_grow_with_the_calls_that_it_served(place: Place) 
         )
 
 
-async def test_g03_an_undo_puts_a_claim_back_once(place: Place) -> None:
+async def test_g03_withdrawing_a_claim_puts_its_groups_back_once(place: Place) -> None:
     host = await place.begin()
     client, _ = await _prepared(host)
     before = await line(host)
@@ -296,7 +294,7 @@ async def test_g03_an_undo_puts_a_claim_back_once(place: Place) -> None:
         assert await line(host) == before
 
 
-async def test_g03_an_undo_that_comes_again_after_a_crash_puts_nothing_back_twice(sqlite: Place) -> None:
+async def test_g03_a_withdrawal_that_arrives_again_after_a_crash_puts_nothing_back_twice(sqlite: Place) -> None:
     client, _ = await _prepared(await sqlite.begin())
     claim = take(2)
     await client.call("claim", claim)
@@ -312,7 +310,7 @@ async def test_g03_an_undo_that_comes_again_after_a_crash_puts_nothing_back_twic
     assert await line(client.host) == before
 
 
-async def test_g03_a_claim_that_comes_after_its_undo_takes_nothing(place: Place) -> None:
+async def test_g03_a_claim_that_arrives_after_its_withdrawal_takes_nothing(place: Place) -> None:
     """As when a client gave up while its host was away, and both calls arrive when it is back."""
     host = await place.begin()
     client, _ = await _prepared(host)
@@ -327,7 +325,7 @@ async def test_g03_a_claim_that_comes_after_its_undo_takes_nothing(place: Place)
 # --- after a restart ----------------------------------------------------------------------------------
 
 
-async def test_g03_owners_go_on_after_a_restart_under_the_name_that_they_had(sqlite: Place) -> None:
+async def test_g03_owners_continue_under_their_names_after_a_restart(sqlite: Place) -> None:
     client, stored = await _prepared(await sqlite.begin())
     client.host = host = await sqlite.crash()
     await client.call("settle", "first", [stored[0].uid], Event.ACKED, None)
@@ -336,7 +334,7 @@ async def test_g03_owners_go_on_after_a_restart_under_the_name_that_they_had(sql
     assert (await line(host))["leased"] == 2
 
 
-async def test_a_wait_of_an_earlier_life_with_a_faster_clock_is_answered(place: Place) -> None:
+async def test_a_wait_from_before_a_restart_with_a_faster_clock_is_answered(place: Place) -> None:
     host = await place.begin()
     later = host._version + 10_000_000
     wait = await host.begin_wait(_waiting(later))
@@ -352,7 +350,7 @@ def _waiting(since: int, ready: Ready | None = None, *, wait_id: str = "wait", c
     return wire.Request("wait", client, 0, 0, msgspec.Raw(wire.encoded((wait_id, since, ready))))
 
 
-async def test_a_wait_is_over_when_what_it_is_for_is_there_and_not_before(place: Place) -> None:
+async def test_a_wait_ends_when_its_condition_holds_and_not_before(place: Place) -> None:
     host = await place.begin()
     client = Client(host)
     await client.open()
@@ -369,7 +367,7 @@ async def test_a_wait_is_over_when_what_it_is_for_is_there_and_not_before(place:
     assert wait.over.is_set()
 
 
-async def test_places_for_waits_are_counted_and_come_free(place: Place) -> None:
+async def test_places_for_waits_are_counted_and_freed(place: Place) -> None:
     host = await place.begin()
     ready = Ready(wants={"math": 1})
     waits = [await host.begin_wait(_waiting(0, ready, wait_id=str(number))) for number in range(3)]
@@ -393,7 +391,7 @@ async def _left_before_it_came(host: Host, ready: Ready) -> Any:
     return wait
 
 
-async def test_the_places_of_dead_clients_come_free(place: Place) -> None:
+async def test_the_places_of_dead_clients_are_freed(place: Place) -> None:
     host = await place.begin()
     dead, living = Client(host, "dead"), Client(host, "living")
     await dead.open()
@@ -405,7 +403,7 @@ async def test_the_places_of_dead_clients_come_free(place: Place) -> None:
     assert [wait.over.is_set() for wait in waits] == [True, False]
 
 
-async def test_what_a_dead_client_began_is_ended(place: Place) -> None:
+async def test_streams_and_restores_of_a_dead_client_are_ended(place: Place) -> None:
     host = await place.begin()
     dead = Client(host, "dead")
     await dead.open()
@@ -426,7 +424,7 @@ async def test_what_a_dead_client_began_is_ended(place: Place) -> None:
     assert len(await living.put(1)) == 1
 
 
-async def test_changes_from_elsewhere_wake_those_who_wait(sqlite: Place) -> None:
+async def test_changes_from_elsewhere_wake_waiters(sqlite: Place) -> None:
     poked = []
     host = Host(sqlite.storage(), SPEC, poke=lambda: poked.append(1))
     await host.start()
@@ -458,7 +456,7 @@ async def test_an_answer_names_the_tasks_that_its_call_changed(place: Place) -> 
         assert answer.changed == changed
 
 
-async def test_a_reaper_that_fails_in_a_way_of_its_own_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reaper_continues_after_an_unexpected_error(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FrameStorage):
         async def reap(self) -> Any:
             raise KeyError("a bug")
@@ -469,7 +467,7 @@ async def test_a_reaper_that_fails_in_a_way_of_its_own_goes_on(caplog: pytest.Lo
     assert "reap_failed" in caplog.text
 
 
-async def test_a_snapshot_is_streamed_through_calls_that_are_done_once(place: Place) -> None:
+async def test_a_snapshot_is_streamed_through_calls_that_happen_once(place: Place) -> None:
     host = await place.begin()
     client = Client(host)
     await client.open()
