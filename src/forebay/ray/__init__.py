@@ -10,7 +10,7 @@ except ModuleNotFoundError as missing:
     raise ModuleNotFoundError("forebay.ray needs Ray: pip install 'forebay[ray]'", name="ray") from missing
 
 from forebay.ray.buffer import RayReplayBuffer
+from forebay.ray.client.storage import RayStorage
 from forebay.ray.loops.loop import RayAgentLoop
-from forebay.ray.storage import RayStorage
 
 __all__ = ["RayAgentLoop", "RayReplayBuffer", "RayStorage"]

@@ -29,7 +29,7 @@ from ray import exceptions
 from forebay.agent_loop.base import AgentLoop
 from forebay.core.aio import ignore_exception, in_thread
 from forebay.errors import EngineError, EngineRestarted, InvalidConfig, NoCluster, WrongEventLoop
-from forebay.ray.link import check_cluster
+from forebay.ray.client.link import check_cluster
 from forebay.ray.loops.actor import LoopActor, MethodCall, RemoteError, Started
 
 __all__ = ["LoopPool", "Phase", "PooledActor", "as_future", "engine_error", "first_line"]
