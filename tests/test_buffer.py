@@ -360,13 +360,13 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     ),
     "a sample alone": (InvalidInput, "a group is a list", lambda b: b.put(make_group()[0], "math")),
     "no groups": (InvalidInput, "groups are None", lambda b: b.put_many(None, "math")),
-    "no prompts": (InvalidInput, "groups are None", lambda b: internals(b).issue(None, "math", cursor=0)),
+    "no prompts": (InvalidInput, "groups are None", lambda b: internals(b).issue(None, "math", cursor=0)),  # type: ignore[arg-type]
     "a timeout that is a text": (InvalidInput, "timeout_s is '5'", lambda b: b.wait_ready({"math": 2}, timeout_s="5")),
     "a priority that is a text": (InvalidInput, "priority is", lambda b: b.put(make_group(), "math", priority="high")),
     "tags that are a text": (InvalidInput, "tags are 'x'", lambda b: b.put(make_group(), "math", tags="x")),
     "tasks that are a text": (InvalidInput, "tasks are", lambda b: b.count_statuses("math", [Status.INIT])),
     "a task that is a list": (InvalidInput, "task_name is", lambda b: b.count(["math"], Status.INIT)),
-    "statuses that are a number": (InvalidInput, "statuses are 5", lambda b: internals(b).redraw(1, "math", 5)),
+    "statuses that are a number": (InvalidInput, "statuses are 5", lambda b: internals(b).redraw(1, "math", 5)),  # type: ignore[arg-type]
     "priorities that are a list": (InvalidInput, "priorities is", lambda b: b.set_priority([1])),
     "thresholds that are a list": (
         InvalidInput,

@@ -18,7 +18,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from forebay import AsyncProduceStrategy, FunctionAgentLoop, MemoryStorage, NoProgress, ReplayBuffer, RolloutState, Sampler
+from forebay import (
+    AsyncProduceStrategy,
+    FunctionAgentLoop,
+    MemoryStorage,
+    NoProgress,
+    ReplayBuffer,
+    RolloutState,
+    Sampler,
+)
 from forebay.buffer import explain
 from forebay.storage.base import Storage
 

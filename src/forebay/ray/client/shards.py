@@ -16,7 +16,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from forebay.config import IN_MEMORY, SQLITE_URL
 from forebay.core.aio import uncancelled
 from forebay.core.capacity import Usage
 from forebay.core.ledger import Account, Event, GroupEnd, Place
@@ -29,6 +28,7 @@ from forebay.ray.host.operations import UID_BITS
 from forebay.ray.table import Operation, Route, TableStorage, union
 from forebay.storage.base import Claim, Claimed, Listener, Ready, Rows, Snapshot, Summary
 from forebay.storage.rules import lost_lease
+from forebay.storage.urls import IN_MEMORY, SQLITE_URL
 
 __all__ = ["MAX_SHARDS", "ShardedStorage", "shard_of", "shard_url"]
 

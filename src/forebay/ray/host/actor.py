@@ -17,7 +17,6 @@ import msgspec
 import ray
 
 import forebay
-from forebay.config import IN_MEMORY, SQLITE_URL, build_storage
 from forebay.errors import ForebayError
 from forebay.ray import wire
 from forebay.ray.host.frames import FrameStorage
@@ -27,6 +26,7 @@ from forebay.ray.host.operations import HostSpec
 from forebay.ray.parcel import Message, message_of_arguments, results_of
 from forebay.storage.base import Storage
 from forebay.storage.sqlite import SQLiteStorage
+from forebay.storage.urls import IN_MEMORY, SQLITE_URL, build_storage
 
 __all__ = ["HEARTBEATS", "NAMESPACE", "OPERATIONS", "SPARE_THREADS", "WAITS", "BufferActor", "actor_name"]
 
