@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import click
+
 from forebay import (
     AsyncProduceStrategy,
     FunctionAgentLoop,
