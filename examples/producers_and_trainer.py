@@ -16,8 +16,7 @@ import random
 import sys
 import time
 
-from forebay import AsyncReplayBufferConfig, ReplayBuffer, RolloutState, Status
-from forebay.buffer.internal import internals
+from forebay import AsyncReplayBufferConfig, ReplayBuffer, RolloutState, Sampler, Status
 
 BATCH = {"math": 6, "code": 2}
 SAMPLES = 4  # answers per prompt
@@ -48,16 +47,12 @@ class Engine:
 
 async def produce(buffer: ReplayBuffer, engine: Engine, task: str) -> None:
     """Draw a prompt (one that has to be generated again first), have it answered, put it back."""
+    prompts = [{"prompt": f"{task} question {number}"} for number in range(1_000)]
+    sampler = Sampler(prompts, prompt_repeat_k=SAMPLES).with_buffer(buffer)
     while True:
-        drawn = await internals(buffer).redraw(1, task)
-        if not drawn:
-            # No await between looking and issuing: the producers of this process never race for a prompt.
-            number, _ = await internals(buffer).position(task)
-            message = [{"role": "user", "content": f"{task} question {number}"}]
-            prompt = [RolloutState(message=message) for _ in range(SAMPLES)]
-            drawn = await internals(buffer).issue([prompt], task, cursor=number)  # waits while the buffer is full
-        await engine.generate(drawn[0])
-        await buffer.put(drawn[0], task)
+        (group,) = await sampler.draw(1, task)  # waits while the buffer is full
+        await engine.generate(group)
+        await buffer.put(group, task)
 
 
 async def train(buffer: ReplayBuffer, engine: Engine, steps: int, chance: random.Random) -> None:

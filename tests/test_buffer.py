@@ -323,10 +323,10 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     "priority nan": (InvalidInput, "priority", lambda b: b.put(make_group(), "math", priority=float("nan"))),
     "tag of a wrong type": (InvalidInput, "tag 'a'", lambda b: b.put(make_group(), "math", tags={"a": [1]})),
     "task without name": (InvalidInput, "task_name", lambda b: b.put(make_group(), "")),
-    "n that is not whole": (InvalidInput, "whole number", lambda b: b.get(1.5, "math", Status.COMPLETED)),
-    "n that is a bool": (InvalidInput, "whole number", lambda b: b.take_batch({"math": True})),
+    "n that is not whole": (InvalidInput, "expected an integer", lambda b: b.get(1.5, "math", Status.COMPLETED)),
+    "n that is a bool": (InvalidInput, "expected an integer", lambda b: b.take_batch({"math": True})),
     "unknown status": (InvalidInput, "unknown status 'done'", lambda b: b.get(1, "math", "done")),
-    "wants that are no dict": (InvalidInput, "expected {task: groups}", lambda b: b.is_ready([("math", 1)])),
+    "wants that are no dict": (InvalidInput, "expected a dict of task names", lambda b: b.is_ready([("math", 1)])),
     "lease for step 0": (InvalidInput, "train_step is 0", lambda b: b._lease({"math": 1}, 0, Status.COMPLETED, 0)),
     "refresh of what does not expire": (
         InvalidInput,
@@ -360,13 +360,13 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     ),
     "a sample alone": (InvalidInput, "a group is a list", lambda b: b.put(make_group()[0], "math")),
     "no groups": (InvalidInput, "groups are None", lambda b: b.put_many(None, "math")),
-    "no prompts": (InvalidInput, "groups are None", lambda b: internals(b).issue(None, "math", cursor=0)),
+    "no prompts": (InvalidInput, "groups are None", lambda b: internals(b).issue(None, "math", cursor=0)),  # type: ignore[arg-type]
     "a timeout that is a text": (InvalidInput, "timeout_s is '5'", lambda b: b.wait_ready({"math": 2}, timeout_s="5")),
     "a priority that is a text": (InvalidInput, "priority is", lambda b: b.put(make_group(), "math", priority="high")),
     "tags that are a text": (InvalidInput, "tags are 'x'", lambda b: b.put(make_group(), "math", tags="x")),
     "tasks that are a text": (InvalidInput, "tasks are", lambda b: b.count_statuses("math", [Status.INIT])),
     "a task that is a list": (InvalidInput, "task_name is", lambda b: b.count(["math"], Status.INIT)),
-    "statuses that are a number": (InvalidInput, "statuses are 5", lambda b: internals(b).redraw(1, "math", 5)),
+    "statuses that are a number": (InvalidInput, "statuses are 5", lambda b: internals(b).redraw(1, "math", 5)),  # type: ignore[arg-type]
     "priorities that are a list": (InvalidInput, "priorities is", lambda b: b.set_priority([1])),
     "thresholds that are a list": (
         InvalidInput,

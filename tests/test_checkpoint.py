@@ -79,7 +79,7 @@ async def test_g04_a_checkpoint_restores_into_any_storage_under_any_policy(
     assert isinstance(groups[0][0].response_ids, np.ndarray)
     assert isinstance(groups[1][0].response_ids, list)
     assert [group[0].group_id for group in await internals(other).redraw(9, "math")] == [0, 14]
-    await lease.ack()  # the one that was saved goes on undisturbed
+    await lease.ack()  # the buffer that was saved continues undisturbed
     await buffer.close()
     await other.close()
 
@@ -138,7 +138,7 @@ async def test_a_durable_store_is_rewound_to_the_weights(tmp_path: Path) -> None
     await again.close()
 
 
-async def test_what_is_too_old_by_now_is_reset_when_it_comes_back(tmp_path: Path) -> None:
+async def test_a_rewound_group_that_is_too_old_by_now_is_reset(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db"))
     await buffer.set_limits("math", stale_threshold=2)
     await buffer.put_many([make_group(group_id=1), make_group(group_id=2)], "math", model_step=0)
@@ -184,7 +184,7 @@ async def test_g04_a_group_that_is_acknowledged_while_the_first_checkpoint_is_wr
 
 
 @pytest.mark.parametrize("kind", list(STORAGES))
-async def test_a_checkpoint_is_of_one_moment_while_everything_goes_on(kind: str, tmp_path: Path) -> None:
+async def test_a_checkpoint_describes_one_moment_while_everything_continues(kind: str, tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=STORAGES[kind](tmp_path))
     await buffer.put_many([make_group(1, group_id=number, tokens=1) for number in range(150)], "math")
     done = False

@@ -22,8 +22,8 @@ from forebay import (
     Task,
     Timeouts,
     WaitTimeout,
-    threads,
 )
+from forebay.core import aio as threads
 from forebay.produce import NoProgress
 from forebay.testing.simulate import run
 from tests.processes import HANG_S
@@ -87,7 +87,7 @@ def test_g11_an_engine_that_is_away_shows_with_the_time_that_is_left() -> None:
         raise ConnectionRefusedError("refused")
 
     text = run(lambda: stuck(manager_of(refused)))
-    assert "is away (ConnectionRefusedError: refused); given up in 500 s" in text
+    assert "is unreachable (ConnectionRefusedError: refused); giving up in 500 s" in text
 
 
 def test_g11_attempts_show() -> None:

@@ -1,4 +1,4 @@
-"""The prompt as issued: a reset returns to it, whatever an agent loop did to a sample (G13)."""
+"""The prompt as issued: a reset returns to it, however an agent loop changed a sample (G13)."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_member_that_changed_nothing_carries_nothing() -> None:
     assert state.message is message
 
 
-def test_what_is_equal_but_of_another_type_has_changed() -> None:
+def test_an_equal_value_of_another_type_counts_as_changed() -> None:
     state = RolloutState(message=[], extra_fields={"flag": 1})
     remember_prompt([state])
     state.extra_fields = {"flag": True}

@@ -839,7 +839,7 @@ def test_a_task_is_not_named_like_figures(name: str) -> None:
         lambda: asyncio.run(draw()),
         lambda: asyncio.run(put()),
     ):
-        with pytest.raises(InvalidInput, match=f"task_name is {name!r}, and figures are called so .*another name"):
+        with pytest.raises(InvalidInput, match=f"task_name is {name!r}, but names of figures contain .*another name"):
             enters()
 
 

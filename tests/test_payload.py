@@ -87,7 +87,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 @pytest.mark.parametrize("value", UNSUPPORTED, ids=lambda value: f"{type(value).__name__}")
-async def test_put_refuses_what_a_checkpoint_cannot_hold_and_names_task_group_and_path(
+async def test_put_refuses_values_that_a_checkpoint_cannot_hold_and_names_task_group_and_path(
     value: Any, storage: Storage
 ) -> None:
     async with ReplayBuffer(storage=storage) as buffer:
@@ -133,7 +133,7 @@ async def test_put_refuses_a_field_that_no_reader_would_accept(field: str, value
         await buffer.put(group, "math")
 
 
-async def test_an_error_message_that_is_no_text_is_stored_as_text(storage: Storage) -> None:
+async def test_an_error_message_that_is_not_valid_unicode_is_stored_with_question_marks(storage: Storage) -> None:
     async with ReplayBuffer(storage=storage) as buffer:
         group = make_group(status=Status.ABORTED)
         group[0].error_msg = "no such file: \udcff"

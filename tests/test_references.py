@@ -19,7 +19,6 @@ from forebay import MemoryStorage, ReplayBuffer, RolloutState, Status, Storage, 
 from forebay.buffer.internal import internals
 from forebay.codec.frame import decode_group, encode_group
 from forebay.core.references import (
-    FIELDS,
     REFERENCE_BYTES,
     Resolved,
     as_values,
@@ -31,7 +30,7 @@ from forebay.core.references import (
     unregister,
     without_references,
 )
-from forebay.core.rollout import Group
+from forebay.core.rollout import USER_FIELDS, Group
 from forebay.errors import DamagedData, ReferenceLost
 from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
@@ -95,7 +94,7 @@ IMAGE = np.arange(12, dtype=np.uint8).reshape(3, 4)
 
 
 def picture_group(image: Ticket, *, samples: int = 3, **options: Any) -> list[RolloutState]:
-    """Members that share an image in their prompt, and have experts of their own that share it, too."""
+    """Members that share an image in their prompt, and each refer to it in their experts."""
     group = make_group(samples, **options)
     info = {"images": [image], "sizes": (3, 4)}
     for state in group:
@@ -125,8 +124,8 @@ def mention(count: int, name: str) -> Callable[[Any], list[RolloutState]]:
 # --- frames -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FIELDS)
-async def test_references_may_stand_in_every_field_of_the_users_own_at_any_depth(name: str, room: Cloakroom) -> None:
+@pytest.mark.parametrize("name", USER_FIELDS)
+async def test_every_field_of_user_data_may_hold_references_at_any_depth(name: str, room: Cloakroom) -> None:
     group = tuple(mention(2, name)(room.put(IMAGE)))
     beside: list[Any] = []
     found = decode_group(encode_group(group, beside), beside)
@@ -137,7 +136,7 @@ async def test_references_may_stand_in_every_field_of_the_users_own_at_any_depth
     assert np.array_equal(room.values[2], IMAGE)
 
 
-def test_frames_without_references_are_what_they_always_were(room: Cloakroom) -> None:
+def test_frames_without_references_are_of_version_1(room: Cloakroom) -> None:
     group = make_group(3)
     beside: list[Any] = []
     frame = encode_group(group, beside)
@@ -173,7 +172,7 @@ def test_a_reference_is_refused_where_nothing_can_carry_it(room: Cloakroom) -> N
             decode_group(frame, beside)
 
 
-async def test_what_members_share_is_written_once_and_put_back_once(room: Cloakroom) -> None:
+async def test_a_value_that_members_share_is_written_once_and_put_back_once(room: Cloakroom) -> None:
     picture = np.zeros(50_000, np.uint8)
     image = room.put(picture)
     group = tuple(picture_group(image, samples=8))
@@ -186,7 +185,7 @@ async def test_what_members_share_is_written_once_and_put_back_once(room: Cloakr
     assert is_reference(found[0].routed_experts)
 
 
-async def test_members_with_prompts_of_their_own_share_a_value_nevertheless(room: Cloakroom) -> None:
+async def test_members_with_separate_prompts_share_a_value(room: Cloakroom) -> None:
     image = room.put(np.zeros(50_000, np.uint8))
     group = tuple(make_group(4))
     for index, state in enumerate(group):
@@ -257,7 +256,7 @@ def test_groups_with_references_come_out_as_they_went_in(kept: list[Any], data: 
         unregister(Ticket)
 
 
-def test_a_process_that_cannot_put_values_back_has_them_in_their_place(room: Cloakroom) -> None:
+def test_a_process_that_cannot_put_values_back_gets_plain_values(room: Cloakroom) -> None:
     frame = encode_group(asyncio.run(resolve_group(tuple(picture_group(room.put(IMAGE))))))
     room.open = False
     for _ in range(2):
@@ -299,7 +298,7 @@ async def test_the_error_names_what_cannot_be_encoded_and_not_the_reference_besi
 # --- resolving ----------------------------------------------------------------------------------------
 
 
-async def test_resolving_leaves_alone_what_was_handed_in(room: Cloakroom) -> None:
+async def test_resolving_does_not_change_the_group_that_was_given(room: Cloakroom) -> None:
     image = room.put(IMAGE)
     group = tuple(picture_group(image))
     resolved = await resolve_group(group)
@@ -324,7 +323,7 @@ async def test_a_lost_value_is_named_with_its_path(room: Cloakroom) -> None:
     assert [state.status for state in group] == [Status.COMPLETED] * 2
 
 
-async def test_data_that_holds_itself_or_is_too_deep_is_left_to_whoever_writes_it(room: Cloakroom) -> None:
+async def test_the_codec_refuses_data_that_holds_itself_or_is_too_deep(room: Cloakroom) -> None:
     circle: list[Any] = [room.put(1)]
     circle += [circle, circle]
     deep: Any = [room.put(1)]

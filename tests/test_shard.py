@@ -102,9 +102,9 @@ def test_one_rank_has_everything() -> None:
         (-1, 2, "rank is -1; expected at least 0"),
         (0, 0, "world_size is 0; expected at least 1"),
         (0, -4, "world_size is -4; expected at least 1"),
-        (0.5, 2, "rank is 0.5; expected a whole number"),
-        (0, "2", "world_size is '2'; expected a whole number"),
-        (None, 2, "rank is None; expected a whole number"),
+        (0.5, 2, "rank is 0.5; expected an integer"),
+        (0, "2", "world_size is '2'; expected an integer"),
+        (None, 2, "rank is None; expected an integer"),
     ],
 )
 def test_a_rank_that_is_none_is_refused(rank: Any, world_size: Any, says: str) -> None:

@@ -18,7 +18,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from forebay import AsyncProduceStrategy, FunctionAgentLoop, MemoryStorage, NoProgress, ReplayBuffer, RolloutState, Sampler
+import click
+
+from forebay import (
+    AsyncProduceStrategy,
+    FunctionAgentLoop,
+    MemoryStorage,
+    NoProgress,
+    ReplayBuffer,
+    RolloutState,
+    Sampler,
+)
 from forebay.buffer import explain
 from forebay.storage.base import Storage
 
@@ -146,7 +156,7 @@ def main() -> None:
     outside = [path for path in modules().values() if "trajectory" not in path.relative_to(SOURCE).parts]
     lines = sum(len(path.read_text().splitlines()) for path in outside)
     single = [name for name, users in importers().items() if len(users) == 1]
-    operations = [name for name in Storage.__abstractmethods__]
+    operations = list(Storage.__abstractmethods__)
     long = [path for path in outside if len(path.read_text().splitlines()) > 500]
     rows: list[tuple[str, object, str]] = [
         (f"storage operations, batch of {BATCH}, roomy buffer", roomy.total(), dict(roomy).__repr__()),
@@ -161,7 +171,7 @@ def main() -> None:
         ("lines outside trajectory/", lines, ""),
     ]
     for name, value, detail in rows:
-        print(f"{name:58} {value:>7,}  {detail}")
+        click.echo(f"{name:58} {value:>7,}  {detail}")
 
 
 if __name__ == "__main__":

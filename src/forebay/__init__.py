@@ -1,9 +1,12 @@
 """Forebay: the rollout data plane for reinforcement learning.
 
-It stands between what generates and what learns, and owns every prompt from the moment it is drawn until the trainer
-has confirmed that it trained on it. Start with `ReplayBuffer`, a `Sampler`, an `AgentLoop` and a strategy that brings
-them together; `forebay.blocking` has the buffer for trainers that are not async.
+It connects inference engines with the trainer, and owns every prompt from the moment it is drawn until the trainer has
+confirmed that it trained on it. Start with `ReplayBuffer`, a `Sampler`, an `AgentLoop` and a strategy that combines
+them; `forebay.blocking` has the same for synchronous code. `OpenAIAgentLoop`, `SQLiteStorage`, `PostgresStorage` and
+`PandasStorage` are imported on first use, so that `import forebay` needs no optional dependency.
 """
+
+import typing as _typing
 
 from forebay.agent_loop import AgentLoop, FunctionAgentLoop
 from forebay.buffer.buffer import ReplayBuffer
@@ -16,6 +19,7 @@ from forebay.config import (
     SyncReplayBufferConfig,
     TaskConfig,
 )
+from forebay.core.lazy import lazy_names as _lazy_names
 from forebay.core.ledger import End, GroupEnd, Place
 from forebay.core.policy import (
     Column,
@@ -27,15 +31,8 @@ from forebay.core.policy import (
     StalenessReplayPolicy,
 )
 from forebay.core.record import Record
-from forebay.core.rollout import (
-    RolloutState,
-    SampleParams,
-    Status,
-    finish_status,
-    group_bytes,
-    group_status,
-    version_spans_of,
-)
+from forebay.core.rollout import RolloutState, SampleParams, Status, finish_status, group_status, version_spans_of
+from forebay.core.sizes import group_bytes
 from forebay.core.staleness import group_staleness, sample_staleness, stale_threshold, staleness, token_mask
 from forebay.errors import (
     BufferClosed,
@@ -109,6 +106,22 @@ from forebay.produce import (
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
 from forebay.storage.base import Storage
 from forebay.storage.local.memory import MemoryStorage
+
+if _typing.TYPE_CHECKING:
+    from forebay.agent_loop.openai import OpenAIAgentLoop as OpenAIAgentLoop
+    from forebay.storage.local.pandas import PandasStorage as PandasStorage
+    from forebay.storage.postgres import PostgresStorage as PostgresStorage
+    from forebay.storage.sqlite import SQLiteStorage as SQLiteStorage
+else:
+    __getattr__ = _lazy_names(
+        __name__,
+        {
+            "OpenAIAgentLoop": "forebay.agent_loop.openai",
+            "PandasStorage": "forebay.storage.local.pandas",
+            "PostgresStorage": "forebay.storage.postgres",
+            "SQLiteStorage": "forebay.storage.sqlite",
+        },
+    )
 
 __version__ = "0.2.0.dev0"
 

@@ -1,6 +1,7 @@
-"""Checked settings that build a buffer, a strategy, a task, a manager; from a mapping, or from a table of a TOML file.
+"""Settings that build a buffer, a strategy, a task or a manager; from a mapping, or from a table of a TOML file.
 
-A wrong combination cannot be written down: values are checked when a config is made, unknown keys are refused.
+Values are checked when a config is made, and unknown keys are refused: an invalid config cannot exist. Making a config
+imports no optional package and opens no storage.
 
 >>> AsyncReplayBufferConfig(max_groups=256).build()
 <ReplayBuffer StalenessReplayPolicy() on MemoryStorage: 0 buffered groups>
@@ -15,7 +16,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self
 
 import msgspec
 
@@ -49,22 +50,17 @@ from forebay.produce.judge import GroupReward, SampleReward
 from forebay.prompts.records import Tokenize, ToRolloutState
 from forebay.prompts.sampler import Sampler
 from forebay.storage.base import Storage
-from forebay.storage.local.memory import MemoryStorage
+from forebay.storage.urls import build_storage, check_storage_url
 
 __all__ = [
-    "IN_MEMORY",
     "POLICIES",
-    "SQLITE_URL",
     "AsyncReplayBufferConfig",
     "ManagerConfig",
     "ReplayBufferConfig",
     "StrategyConfig",
     "SyncReplayBufferConfig",
     "TaskConfig",
-    "build_storage",
 ]
-
-T = TypeVar("T")
 
 POLICIES: dict[str, type[ReplayPolicy]] = {
     "fifo": FIFOReplayPolicy,
@@ -74,51 +70,14 @@ POLICIES: dict[str, type[ReplayPolicy]] = {
 }
 
 
-SQLITE_URL = "sqlite:///"
-"""How the URL of a store in a file begins."""
-
-IN_MEMORY = ("memory", "pandas")
-"""Storages that are gone with their process."""
-
-
-def build_storage(url: str) -> Storage:
-    """The storage that a config names.
-
-    `memory`, `pandas`, `sqlite:///path` (`sqlite:////path` if absolute), or `postgresql://host/database`, with
-    `#name` at its end for a buffer of another name than `forebay`.
-    """
-    if url == "memory":
-        return MemoryStorage()
-    if url == "pandas":
-        try:
-            from forebay.storage.local.pandas import PandasStorage
-        except ModuleNotFoundError as missing:
-            raise InvalidConfig("storage 'pandas' needs pandas: pip install 'forebay[pandas]'") from missing
-        return PandasStorage()
-    if isinstance(url, str) and url.startswith(SQLITE_URL) and len(url) > len(SQLITE_URL):
-        from forebay.storage.sqlite import SQLiteStorage
-
-        return SQLiteStorage(url.removeprefix(SQLITE_URL))
-    if isinstance(url, str) and url.startswith(("postgresql://", "postgres://")):
-        try:
-            from forebay.storage.postgres import PostgresStorage
-        except ModuleNotFoundError as missing:
-            raise InvalidConfig("storage 'postgresql://' needs asyncpg: pip install 'forebay[postgres]'") from missing
-        dsn, _, name = url.partition("#")
-        return PostgresStorage(dsn, name or "forebay")
-    raise InvalidConfig(
-        f"unknown storage {url!r}; expected 'memory', 'pandas', 'sqlite:///path' or 'postgresql://host/database'"
-    )
-
-
 class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What all configs can do."""
+    """The base of all configs."""
 
     table: ClassVar[str] = ""
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """A config from plain data; InvalidConfig names the key that does not fit."""
+        """A config from plain data; InvalidConfig names the wrong key."""
         if not isinstance(mapping, Mapping):
             raise InvalidConfig(f"{cls.__name__}: expected a mapping, got {mapping!r}")
         try:
@@ -141,7 +100,7 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
 
 class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Policy, storage and limits of a buffer. `build()` makes a new one each time."""
+    """Policy, storage and limits of a buffer. Each `build()` makes a new buffer. `storage`: see `storage.urls`."""
 
     table: ClassVar[str] = "replay_buffer"
 
@@ -156,38 +115,30 @@ class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or self.policy not in POLICIES:
             raise InvalidConfig(f"unknown policy {self.policy!r}; expected one of {', '.join(POLICIES)}")
-        build_storage(self.storage)
-        # The rest is checked by the buffer, which costs nothing until it is used.
-        self._build(None)
+        check_storage_url(self.storage)
+        self._build(None)  # the buffer checks the other settings; it opens nothing before its first use
 
     def build(self, *, on_group_end: OnGroupEnd | None = None) -> ReplayBuffer:
         return self._build(build_storage(self.storage), on_group_end)
 
     def _build(self, storage: Storage | None, on_group_end: OnGroupEnd | None = None) -> ReplayBuffer:
-        return ReplayBuffer(
-            POLICIES[self.policy](),
-            storage,
-            max_groups=self.max_groups,
-            max_bytes=self.max_bytes,
-            expect_group_bytes=self.expect_group_bytes,
-            lease_s=self.lease_s,
-            keep_trained=self.keep_trained,
-            on_group_end=on_group_end,
-        )
+        settings = msgspec.structs.asdict(self)
+        del settings["policy"], settings["storage"]
+        return ReplayBuffer(POLICIES[self.policy](), storage, **settings, on_group_end=on_group_end)
 
 
 class SyncReplayBufferConfig(ReplayBufferConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Arrival order in memory: for training that consumes what it just produced."""
+    """First in, first out, in memory: for training that consumes each batch right after it was produced."""
 
 
 class AsyncReplayBufferConfig(ReplayBufferConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Oldest first in memory: for training that runs beside its producers."""
+    """Oldest first, in memory: for training that runs at the same time as its producers."""
 
     policy: Literal["fifo", "staleness", "priority", "freshest"] = "staleness"
 
 
 class StrategyConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """How a task is produced; see `AsyncProduceStrategy`. Kind `sync` takes none of the settings of running ahead."""
+    """How a task is produced; see `AsyncProduceStrategy`. Kind `sync` takes no setting of running ahead."""
 
     table: ClassVar[str] = "strategy"
 
@@ -204,8 +155,8 @@ class StrategyConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     budgets: Budgets = Budgets()
 
     def __post_init__(self) -> None:
-        # Checks everything, and costs nothing until it is used. Whether partial rollout goes with the interval of the
-        # weights is for those to check who know that.
+        # The strategy checks everything else. Only a manager or a task knows the interval of weight updates, so they
+        # check whether partial rollout is possible with it; it is with an interval of 2.
         self.build(ReplayBuffer(), sync_weights_interval=2)
         if self.kind == "sync":
             for name in _AHEAD:
@@ -223,7 +174,7 @@ class StrategyConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         should_continue_fn: Callable[[int, int], bool] | None = None,
         progress: Progress | None = None,
     ) -> ProduceStrategy:
-        """The strategy; the filters named here come before the function given."""
+        """The strategy; the filters of this config are applied before `is_valid_sample_fn`."""
         filters: list[Filter] = [_FILTERS[name] for name in self.filters]
         if is_valid_sample_fn is not None:
             filters.append(is_valid_sample_fn)
@@ -276,7 +227,7 @@ def _index(name: str) -> int:
 
 
 class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A task as plain data. What is no data (agent loop, rewards, another data set) is given to `build`."""
+    """A task as plain data. Objects (agent loop, rewards, another data set) are arguments of `build`."""
 
     table: ClassVar[str] = "task"
 
@@ -312,10 +263,10 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
         should_continue_fn: Callable[[int, int], bool] | None = None,
         progress: Progress | None = None,
     ) -> Task:
-        """The task, around a buffer."""
+        """The task, with a sampler and a strategy for this buffer."""
         source = self.dataset if dataset is None else dataset
         if source is None:
-            raise InvalidConfig(f"task {self.name!r} has no data set; name a JSONL file in it, or give one to build")
+            raise InvalidConfig(f"task {self.name!r} has no data set; name a JSONL file in it, or pass one to build")
         return Task(
             name=self.name,
             weight=self.weight,
@@ -344,7 +295,7 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
 
 class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A whole plane as plain data: tasks (or one), their buffer, and how they are run.
+    """A whole data plane as plain data: one task or several, their buffer, and how they run.
 
     >>> config = ManagerConfig.from_mapping(
     ...     {"mode": "colocated", "tasks": [{"name": "math", "weight": 2, "strategy": {"kind": "sync"}}]}
@@ -367,8 +318,8 @@ class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
         names = [task.name for task in self._task_configs]
         for name in names:
             if names.count(name) > 1:
-                raise InvalidConfig(f"two tasks are named {name!r}; expected names of their own")
-        # Not only each strategy by itself, but with this interval.
+                raise InvalidConfig(f"two tasks are named {name!r}; expected distinct names")
+        # Each strategy was checked alone; now with this interval.
         for task in self._task_configs:
             task.strategy.build(ReplayBuffer(), sync_weights_interval=self.sync_weights_interval)
         check_weights({task.name: task.weight for task in self._task_configs})
@@ -391,46 +342,30 @@ class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
         progress: Progress | None = None,
         replay_buffer: ReplayBuffer | None = None,
     ) -> AgentLoopManager | DisaggregatedAgentLoopManager:
-        """The manager, its tasks and their buffer. Each part is one for all tasks, or a mapping with one for some."""
+        """The manager, its tasks and their buffer. Each part is for all tasks, or a mapping by task name."""
         buffer = self.replay_buffer.build() if replay_buffer is None else replay_buffer
-        configs = self._task_configs
-        named = {task.name for task in configs}
-        for part in (
-            agent_loop,
-            datasets,
-            to_rollout_state,
-            tokenize,
-            reward_fn,
-            group_reward_fn,
-            is_valid_sample_fn,
-            should_continue_fn,
-        ):
+        named = {task.name for task in self._task_configs}
+        parts: dict[str, Any] = {
+            "agent_loop": agent_loop,
+            "dataset": datasets,
+            "to_rollout_state": to_rollout_state,
+            "tokenize": tokenize,
+            "reward_fn": reward_fn,
+            "group_reward_fn": group_reward_fn,
+            "is_valid_sample_fn": is_valid_sample_fn,
+            "should_continue_fn": should_continue_fn,
+        }
+        for name, part in parts.items():
             unknown = set(part) - named if isinstance(part, Mapping) else set()
             if unknown:
-                raise InvalidInput(f"parts for tasks {sorted(unknown)}, but there are only {sorted(named)}")
+                raise InvalidInput(f"{name} has tasks {sorted(unknown)}; expected some of {sorted(named)}")
         tasks = []
-        for task in configs:
-            loop = _part(agent_loop, task.name)
-            if loop is None:
-                raise InvalidConfig(f"task {task.name!r} has no agent loop; give one for it")
-            tasks.append(
-                task.build(
-                    buffer,
-                    loop,
-                    sync_weights_interval=self.sync_weights_interval,
-                    dataset=_part(datasets, task.name),
-                    to_rollout_state=_part(to_rollout_state, task.name),
-                    tokenize=_part(tokenize, task.name),
-                    reward_fn=_part(reward_fn, task.name),
-                    group_reward_fn=_part(group_reward_fn, task.name),
-                    is_valid_sample_fn=_part(is_valid_sample_fn, task.name),
-                    should_continue_fn=_part(should_continue_fn, task.name),
-                    progress=progress,
-                )
-            )
+        for task in self._task_configs:
+            own: dict[str, Any] = {
+                name: part.get(task.name) if isinstance(part, Mapping) else part for name, part in parts.items()
+            }
+            if own["agent_loop"] is None:
+                raise InvalidConfig(f"task {task.name!r} has no agent loop; pass one for it")
+            tasks.append(task.build(buffer, **own, sync_weights_interval=self.sync_weights_interval, progress=progress))
         kind = AgentLoopManager if self.mode == "colocated" else DisaggregatedAgentLoopManager
         return kind(tasks, buffer, sync_weights_interval=self.sync_weights_interval)
-
-
-def _part(part: T | Mapping[str, T] | None, name: str) -> T | None:
-    return part.get(name) if isinstance(part, Mapping) else part

@@ -13,13 +13,13 @@ from forebay import (
     AsyncReplayBufferConfig,
     DisaggregatedAgentLoopManager,
     NoProgress,
+    OpenAIAgentLoop,
     ProduceStatus,
     RolloutState,
     SampleParams,
     Sampler,
     Task,
 )
-from forebay.agent_loop.openai import OpenAIAgentLoop
 from forebay.engines import EngineControl
 from tests.engines.servers import MODEL_NAME, Server
 from tests.engines.streams import StreamCounter

@@ -1,13 +1,18 @@
-"""An agent loop from a plain async function: the shortest way to produce."""
+"""`FunctionAgentLoop`: an agent loop from an async function of one sample.
+
+It keeps the contract of `AgentLoop` for functions that know nothing of it. It does not retry errors of the function,
+except outages of its engine (see `outage`).
+"""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
-from forebay.agent_loop.base import AgentLoop
+from forebay.agent_loop.base import AgentLoop, done_or_paused
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
+from forebay.core.aio import run_user_code
 from forebay.core.rollout import RolloutState, Status, finish_status
 from forebay.errors import InvalidConfig
 
@@ -19,11 +24,13 @@ Answer: TypeAlias = RolloutState | Sequence[RolloutState] | None
 class FunctionAgentLoop(AgentLoop):
     """Calls `function(state)` for every sample.
 
-    The function fills the sample in (and returns None or the sample), or returns new ones. One that leaves the status
-    at INIT has it read from `finish_reason`, or is COMPLETED if it has a response. `cancel_on_pause`: a pause cancels
-    running calls, and what they wrote into their sample by then is kept as ABORTED; otherwise it waits for their end.
-    A function that raises a ConnectionError is called again when the engine may be back, for `down_timeout_s`.
-    `idle`: an async function that returns when the engine has stopped our requests, like `VLLMControl(url).idle`.
+    The function fills in the sample (and returns None or the sample), or returns new samples. If it leaves the status
+    at INIT, the status follows from `finish_reason`; without one, a sample with a response is COMPLETED.
+
+    - `cancel_on_pause`: a pause cancels running calls, and their samples are kept as ABORTED with the tokens written so
+      far. Otherwise a pause waits until the calls end.
+    - `idle`: an async function that returns when the engine has stopped our requests, like `VLLMControl(url).idle`.
+    - `down_timeout_s`: how long a function that raises a ConnectionError is called again.
     """
 
     def __init__(
@@ -45,39 +52,32 @@ class FunctionAgentLoop(AgentLoop):
         self._outage = Outage(f"the engine of {getattr(function, '__qualname__', function)!s:.100}", down_timeout_s)
 
     async def idle(self) -> None:
-        """Wait until the engine has stopped our requests, if it was said how."""
+        """Wait for the `idle` function, if one was given."""
         if self._idle is not None:
             await self._idle()
 
     async def generate(
         self, state: RolloutState, *, enable_partial_rollout: bool
     ) -> RolloutState | Sequence[RolloutState]:
-        answering = asyncio.ensure_future(self.function(state))
-        pausing = asyncio.ensure_future(self.until_paused()) if self.cancel_on_pause else None
-        watched = {answering} if pausing is None else {answering, pausing}
-        try:
-            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped = not answering.done()
-            for future in watched:
-                future.cancel()
-            await asyncio.wait(watched)
-            raised = None if answering.cancelled() else answering.exception()
-        if stopped and (answering.cancelled() or raised is not None):
-            # It was told to stop, and what it raises upon that is not held against it.
-            state.status = Status.ABORTED
+        until = partial(done_or_paused, self) if self.cancel_on_pause else None
+        call = await run_user_code(self.function(state), until=until)
+        if call.cancelled is not None:
+            raise call.cancelled
+        stopped = not call.in_time
+        if stopped and (call.future.cancelled() or call.future.exception() is not None):
+            state.status = Status.ABORTED  # errors that follow from the cancel are not failures of the function
             return state
-        answer = answering.result()
+        answer = call.future.result()
         result = state if answer is None else answer
         for member in (result,) if isinstance(result, RolloutState) else result:
             if member.status is Status.INIT:
-                _settle_status(member, stopped)
+                _set_status(member, stopped)
         return result
 
 
-def _settle_status(state: RolloutState, stopped: bool) -> None:
+def _set_status(state: RolloutState, stopped: bool) -> None:
     if stopped:
-        state.status = Status.ABORTED  # nobody says that it is whole: a finish reason may be that of an earlier turn
+        state.status = Status.ABORTED  # it may be incomplete: the finish reason can be that of an earlier turn
     elif state.finish_reason is not None:
         state.status = finish_status(state.finish_reason)
         if state.finish_reason == "tool_calls":

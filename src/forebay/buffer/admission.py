@@ -19,16 +19,8 @@ from msgspec.structs import replace
 from forebay.core.issued import settle_changes
 from forebay.core.record import Tags, describe
 from forebay.core.references import any_kind, resolve_or_fail, without_references
-from forebay.core.rollout import (
-    Group,
-    RolloutState,
-    Status,
-    VersionSpans,
-    freeze_arrays,
-    group_status,
-    group_tokens,
-    versioned_tokens,
-)
+from forebay.core.rollout import Group, RolloutState, Status, VersionSpans, group_status, group_tokens, versioned_tokens
+from forebay.core.sizes import freeze_arrays
 from forebay.core.staleness import EXPIRABLE, Limits, check_versions, expire_members, sample_staleness, stamp
 from forebay.core.validate import check_group
 from forebay.errors import InvalidInput, UnsupportedPayload

@@ -1,1 +1,1 @@
-"""Directories whose manifest is the commit point: a reader sees the old checkpoint or the new one, complete."""
+"""Checkpoint directories: files, publishing, the format of groups and its contents. Readers see whole checkpoints."""

@@ -1,18 +1,18 @@
-"""Directories whose `manifest.json` is the commit point: the seam under every kind of checkpoint.
+"""Directories whose `manifest.json` is the commit point: the base of every kind of checkpoint.
 
-The manifest is a sealed JSON document, which says by itself what it is and that it is whole:
+The manifest is a sealed JSON document, which carries its format and its checksum:
 
-    {"format":"<format>","version":<version>,"sha256":"<of what follows>","manifest":{...}}
+    {"format":"<format>","version":<version>,"sha256":"<of the body>","manifest":<body>}
 
-`Envelope` seals and opens it. `DirectoryWriter` brings files into a directory and then replaces the manifest;
-`open_published` reads what is there.
+`Envelope` seals and opens it. `DirectoryWriter` writes files into a directory and then replaces the manifest;
+`open_published` reads them.
 
-Promised (G8): a reader finds the old manifest or the new one, with every file that it names, whatever operation
-failed. New files are synced before the manifest is renamed. What neither the new manifest nor the one before it names
-is removed after that, and nothing that does not look like a file of this format. One writer at a time. Nothing that is
-read is trusted, executed (G9), or followed out of the directory.
+Guaranteed (G8): a reader finds the old manifest or the new one, with every file that it names, whichever operation
+failed. New files are synced before the manifest is renamed. Files of this format that neither the new manifest nor the
+one before it names are removed after that; other files are never removed. One writer at a time. Nothing that is read
+is trusted, executed (G9), or followed out of the directory.
 
-Not here: what the body of a manifest and the other files mean. Everything blocks; callers use a thread. POSIX only.
+Not here: what the body of a manifest and the other files mean. All calls block; callers use a thread. POSIX only.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from hashlib import sha256
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import msgspec
 
 from forebay.checkpoint.files import FileOps, NotAPlainFile
-from forebay.errors import CheckpointError, DamagedData, InvalidInput
+from forebay.errors import CheckpointError, DamagedData, InvalidInput, UnreadableData
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -43,8 +43,8 @@ __all__ = [
     "UNREADABLE",
     "DirectoryWriter",
     "Envelope",
-    "NewerVersion",
     "doing",
+    "encode_body",
     "open_plain",
     "open_published",
     "read_manifest",
@@ -52,11 +52,11 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 2**20
-UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)  # what decoding foreign bytes raises
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)  # raised by decoding foreign bytes
 
 MANIFEST_LEFTOVER = re.compile(r"manifest-[0-9a-f]{16}\.tmp", re.ASCII)
 _MIDDLE, _CLOSING = b'","manifest":', b"}\n"
-# What a file system answers that has no hard links, or none for this file; a copy serves as well.
+# The errors of file systems that have no hard links, or none for this file; a copy works there.
 _CANNOT_LINK = frozenset(
     (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 )
@@ -66,7 +66,7 @@ T = TypeVar("T")
 
 @contextmanager
 def doing(what: str, path: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError that says what could not be done, and where."""
+    """Turn an OSError into a CheckpointError that names the action and the path."""
     try:
         yield
     except OSError as error:
@@ -74,10 +74,6 @@ def doing(what: str, path: Path) -> Iterator[None]:
 
 
 # --- the manifest -------------------------------------------------------------------------------------
-
-
-class NewerVersion(DamagedData):
-    """Kept apart from damage: it must not be overwritten."""
 
 
 class _Format(msgspec.Struct):
@@ -96,7 +92,7 @@ class Envelope:
     version: int
 
     def seal(self, body: bytes) -> bytes:
-        """The document with this body, which is JSON; InvalidInput if it gets too long."""
+        """The document with this body, which is JSON; InvalidInput if it is too long."""
         data = self._sealed(body)
         if len(data) > MAX_MANIFEST_BYTES:
             raise InvalidInput(
@@ -105,16 +101,16 @@ class Envelope:
         return data
 
     def open(self, data: bytes, path: Path) -> bytes:
-        """The body, byte for byte as it was sealed; DamagedData, NewerVersion if a newer Forebay wrote it."""
+        """The body, byte for byte as it was sealed; DamagedData, or UnreadableData if a newer Forebay wrote it."""
         try:
             found = _format_decoder.decode(data)
         except UNREADABLE as error:
             raise DamagedData(f"{path} is not the manifest of a checkpoint: {error}") from None
         if found.format != self.format:
-            raise DamagedData(f"{path} is of format {found.format[:100]!r}; expected {self.format!r}")
+            raise DamagedData(f"{path} has format {found.format[:100]!r}; expected {self.format!r}")
         if found.version > self.version:
-            raise NewerVersion(
-                f"{path} is of version {found.version}; this Forebay reads {self.version}: use a newer one"
+            raise UnreadableData(
+                f"{path} has version {found.version}; this Forebay reads {self.version}: use a newer one"
             )
         body = data[len(self._before_digest()) + 64 + len(_MIDDLE) : -len(_CLOSING)]
         if data != self._sealed(body):
@@ -122,7 +118,7 @@ class Envelope:
         return body
 
     def is_ours(self, data: bytes) -> bool:
-        """Whether it starts as this format does, in whatever version; it may be damaged after that."""
+        """Whether a document starts like this format, in any version; the rest may be damaged."""
         return data.startswith(self._opening())
 
     def _opening(self) -> bytes:
@@ -135,14 +131,27 @@ class Envelope:
         return b"".join([self._before_digest(), sha256(body).hexdigest().encode(), _MIDDLE, body, _CLOSING])
 
 
+def encode_body(manifest: Any) -> bytes:
+    """A manifest (a struct with `extra`) as JSON; InvalidInput unless decoding it returns an equal manifest."""
+    try:
+        body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+        # JSON would change nan, tuples, and keys that are not strings: they are refused.
+        same = msgspec.json.decode(body, type=type(manifest)) == manifest
+    except (*UNREADABLE, TypeError) as error:
+        raise InvalidInput(f"the manifest of a checkpoint cannot be written as JSON: {error}") from None
+    if not same:
+        raise InvalidInput(f"`extra` of a checkpoint is {manifest.extra!r}; expected plain JSON")
+    return body
+
+
 # --- read ---------------------------------------------------------------------------------------------
 
 
 def open_published(directory: str | PathLike[str], envelope: Envelope, take: Callable[[bytes], T], files: FileOps) -> T:
-    """What `take` makes of the body of the manifest, once it is verified.
+    """The result of `take`, called with the verified body of the manifest.
 
-    `take` opens every file that it will read (`open_plain`): later saves do not cut it off then. Where it raises
-    FileNotFoundError it is called again with the manifest that is there by then.
+    `take` opens every file that it will read (`open_plain`), so that later saves do not disturb it. If it raises
+    FileNotFoundError, it is called again with the manifest that exists then.
     """
     path = Path(directory)
     with doing("open", path):
@@ -159,15 +168,15 @@ def open_published(directory: str | PathLike[str], envelope: Envelope, take: Cal
         try:
             return take(body)
         except FileNotFoundError as error:
-            # Two saves since the manifest was read would have swept its files; then there is another manifest.
+            # Two saves since the manifest was read have removed its files; then there is another manifest.
             if data == before:
-                raise DamagedData(f"{error.filename} is missing, which {path / MANIFEST} names") from None
+                raise DamagedData(f"{error.filename} is missing, but {path / MANIFEST} names it") from None
             before = data
-    raise CheckpointError(f"{path} is saved to faster than it can be opened; try again")
+    raise CheckpointError(f"{path} is saved more often than it can be opened; try again")
 
 
 def read_manifest(directory: Path, files: FileOps) -> bytes:
-    """The bytes of the manifest, not yet verified; FileNotFoundError, DamagedData or CheckpointError."""
+    """The bytes of the manifest, unverified; FileNotFoundError, DamagedData or CheckpointError."""
     path = directory / MANIFEST
     descriptor, size = open_plain(path, files)
     try:
@@ -181,13 +190,13 @@ def read_manifest(directory: Path, files: FileOps) -> bytes:
 
 
 def open_plain(path: Path, files: FileOps) -> tuple[int, int]:
-    """The descriptor and the size of a plain file; FileNotFoundError, DamagedData or CheckpointError."""
+    """Open a plain file: its descriptor and its size; FileNotFoundError, DamagedData or CheckpointError."""
     try:
         return files.open(path)
     except FileNotFoundError:
         raise
     except NotAPlainFile:
-        raise DamagedData(f"{path} is a symbolic link or a directory; a checkpoint has plain files only") from None
+        raise DamagedData(f"{path} is a symbolic link, a directory or a device; expected a plain file") from None
     except OSError as error:
         raise CheckpointError(f"cannot open {path}: {error.strerror or error}") from error
 
@@ -198,7 +207,7 @@ def open_plain(path: Path, files: FileOps) -> tuple[int, int]:
 class DirectoryWriter:
     """Writes one generation of a directory: `create` or `link` its files, then `publish` the manifest that names them.
 
-    Whatever fails ends it, and so does leaving a `with` before it was published: what was there before stays.
+    A failure aborts it, and so does leaving its `with` block before `publish`: the old generation stays.
     """
 
     def __init__(
@@ -210,28 +219,32 @@ class DirectoryWriter:
         names_in: Callable[[bytes], set[str]],
         files: FileOps | None = None,
     ) -> None:
-        """Create the directory if it is missing; InvalidInput if it is a file, or holds another format's manifest.
+        """Create the directory if it is missing; InvalidInput if it is a file, or has another format's manifest.
 
-        `ours`: the names that files of this format have, and no others; such files are removed once they are not
-        needed. `names_in`: the names that the body of a manifest uses; DamagedData if it cannot be read.
+        `ours` matches the names of this format's files and no others: such files are removed when no manifest needs
+        them. `names_in` returns the names that the body of a manifest uses; DamagedData if it cannot be read.
         """
         self.directory = Path(directory).absolute()
         self._files = files or FileOps()
         self._envelope, self._ours, self._names_in = envelope, ours, names_in
-        self._descriptors: dict[int, Path] = {}  # of the files; closed before the lock of the directory is given up
+        self._descriptors: dict[int, Path] = {}  # of open files; closed before the directory is unlocked
         self._directory_descriptor: int | None = None
-        self._temporary: list[Path] = []  # made here, and not yet named by any manifest
+        self._temporary: list[Path] = []  # created here, and not yet named by a manifest
         self._placed: set[str] = set()  # created or linked here
         self._open = True
-        with self._or_abort():
-            self._make_directory()
+        with self.or_abort():
+            with doing("create", self.directory):
+                try:
+                    self._files.make_directories(self.directory)
+                except NotADirectoryError as error:
+                    raise InvalidInput(f"a checkpoint is a directory; {error.filename} is a file") from None
             self._lock_directory()
-            # The files of the manifest that is there; None if it is damaged and does not say.
+            # The names in the existing manifest; None if it is damaged.
             self.previous: set[str] | None = self._names_before()
 
     def create(self, name: str) -> int:
         """Open a new file for writing; InvalidInput if `ours` does not match its name."""
-        with self._or_abort():
+        with self.or_abort():
             self._check_name(name)
             descriptor = self._create(self.directory / name)
             self._placed.add(name)
@@ -239,30 +252,30 @@ class DirectoryWriter:
 
     def write(self, descriptor: int, parts: Sequence[Buffer]) -> None:
         """Write all parts to a file that `create` opened, without joining them."""
-        with self._or_abort(), doing("write", self._path_of(descriptor)):
+        with self.or_abort(), doing("write", self._path_of(descriptor)):
             self._files.write(descriptor, parts)
 
     def finish(self, descriptor: int) -> None:
-        """Sync and close a file, so that not all stay open until `publish`, which does it for those that are."""
-        with self._or_abort(), doing("sync", self._path_of(descriptor)):
+        """Sync and close a file. `publish` does this for files that are still open."""
+        with self.or_abort(), doing("sync", self._path_of(descriptor)):
             self._files.sync(descriptor)
             del self._descriptors[descriptor]
             self._files.close(descriptor)
 
     def link(self, source: Path, name: str) -> bool:
-        """Give a file that is synced already, and never written again, a name here; False if it has to be copied.
+        """Give a synced file, which is never written again, a name here; False if it has to be copied instead.
 
-        True, too, if it has that name already. CheckpointError if another file has it.
+        Also True if the file already has that name. CheckpointError if another file has it.
         """
         target = self.directory / name
-        with self._or_abort(), doing(f"link {source} as", target):
+        with self.or_abort(), doing(f"link {source} as", target):
             self._check_name(name)
             try:
                 self._files.link(source, target)
             except FileExistsError:
                 if not self._files.same_file(source, target):
                     raise CheckpointError(
-                        f"cannot link {source} as {target}: another file has that name; copy it under a fresh one"
+                        f"cannot link {source} as {target}: another file has that name; copy it under a new name"
                     ) from None
             except OSError as error:
                 if error.errno in _CANNOT_LINK:
@@ -274,9 +287,9 @@ class DirectoryWriter:
         return True
 
     def publish(self, body: bytes) -> None:
-        """Make this the content of the directory. After a return it is on disk, and the last but one is gone.
+        """Make this the generation of the directory. On return it is on disk, and the last but one is removed.
 
-        A file that the body names was created or linked here, or was named by the manifest before it.
+        Every file that the body names must have been created or linked here, or be named by the manifest before it.
         """
         self.check_open()
         try:
@@ -291,20 +304,20 @@ class DirectoryWriter:
             self.finish(descriptor)
             # The names must be on disk before the manifest that uses them.
             self._sync_directory("sync")
-            # From here on the new manifest may be the valid one, whatever is reported: its files stay.
+            # From here on the new manifest may be in force even if an error is reported: its files stay.
             self._temporary = [path for path in self._temporary if path.name not in names]
             with doing("replace", self.directory / MANIFEST):
                 self._files.replace(temporary, self.directory / MANIFEST)
             self._temporary.remove(temporary)
-            self._sync_directory("sync (the new checkpoint is in place, but may not survive a power loss)")
+            self._sync_directory("sync (the new checkpoint is in force, but may not survive a power loss)")
             self._sweep(names)
         finally:
             self.abort()
 
     def abort(self) -> None:
-        """Give up: remove what was made here and let other writers in. Does nothing after `publish`."""
+        """Remove the files created here and unlock the directory. Does nothing after `publish`."""
         self._open = False
-        # What cannot be removed now is removed by the next save.
+        # The next save removes files that cannot be removed now.
         for path in self._temporary:
             with suppress(OSError):
                 self._files.remove(path)
@@ -318,7 +331,7 @@ class DirectoryWriter:
                 self._files.close(descriptor)
 
     def check_open(self) -> None:
-        """CheckpointError once it was published or aborted."""
+        """CheckpointError if it was published or aborted."""
         if not self._open:
             raise CheckpointError(f"this save to {self.directory} has ended; start another one")
 
@@ -329,7 +342,8 @@ class DirectoryWriter:
         self.abort()
 
     @contextmanager
-    def _or_abort(self) -> Iterator[None]:
+    def or_abort(self) -> Iterator[None]:
+        """Abort this save if the block fails; CheckpointError if it was already published or aborted."""
         self.check_open()
         try:
             yield
@@ -339,28 +353,21 @@ class DirectoryWriter:
 
     def _check_name(self, name: str) -> None:
         if not self._ours.fullmatch(name):
-            raise InvalidInput(f"{name[:100]!r} is no name for a file of {self.directory}; it would never be removed")
+            raise InvalidInput(f"{name[:100]!r} is not a file name of the format in {self.directory}; choose another")
 
     def _path_of(self, descriptor: int) -> Path:
         if descriptor not in self._descriptors:
-            raise InvalidInput(f"descriptor {descriptor} is of no file that this save to {self.directory} has open")
+            raise InvalidInput(f"descriptor {descriptor} is not an open file of this save to {self.directory}")
         return self._descriptors[descriptor]
 
-    def _make_directory(self) -> None:
-        with doing("create", self.directory):
-            try:
-                self._files.make_directories(self.directory)
-            except NotADirectoryError as error:
-                raise InvalidInput(f"a checkpoint is a directory; {error.filename} is a file") from None
-
     def _lock_directory(self) -> None:
-        # Another writer's sweep would take the files of this one for leftovers.
+        # Another writer would remove the files of this one as leftovers.
         with doing("lock", self.directory):
             self._directory_descriptor = self._files.open_directory(self.directory)
             try:
                 self._files.lock(self._directory_descriptor)
             except BlockingIOError:
-                raise CheckpointError(f"another save to {self.directory} is under way; wait for it") from None
+                raise CheckpointError(f"another save to {self.directory} is in progress; wait for it") from None
 
     def _names_before(self) -> set[str] | None:
         path = self.directory / MANIFEST
@@ -368,18 +375,14 @@ class DirectoryWriter:
             data = read_manifest(self.directory, self._files)
         except FileNotFoundError:
             return set()
-        if not self._envelope.is_ours(data):
-            what = "is not that of a checkpoint"
-            with suppress(*UNREADABLE):
-                if (found := _format_decoder.decode(data).format) != self._envelope.format:
-                    what = f"is of format {found[:100]!r}; expected {self._envelope.format!r}: it is another's"
-            raise InvalidInput(f"{path} {what} and would be overwritten; save to another directory, or remove it")
         try:
             return self._names_in(self._envelope.open(data, path))
-        except NewerVersion:
+        except UnreadableData:  # it is not damaged, so it must not be overwritten
             raise
-        except DamagedData:
-            return None
+        except DamagedData as error:
+            if self._envelope.is_ours(data):
+                return None
+            raise InvalidInput(f"{error}; saving would overwrite it: use another directory, or remove it") from None
 
     def _create(self, path: Path) -> int:
         with doing("create", path):
@@ -397,7 +400,7 @@ class DirectoryWriter:
         if self.previous is None:
             return
         keep = self.previous | names | {MANIFEST}
-        # The checkpoint is published: what cannot be removed now is no reason to call it failed.
+        # The checkpoint is published: a file that cannot be removed now is no failure.
         with suppress(OSError):
             for name in self._files.list_directory(self.directory):
                 if name not in keep and (self._ours.fullmatch(name) or MANIFEST_LEFTOVER.fullmatch(name)):

@@ -1,1 +1,1 @@
-"""Samples, records and accounts as bytes, and back. Reading never executes anything that it reads."""
+"""Samples, records, accounts and plain values as bytes, and back. Reading never executes anything that it reads."""

@@ -7,6 +7,9 @@ Their threads are daemons: a call that never returns does not keep the process f
 A thread cannot be cancelled. A cancelled call waits until its work has ended, undoes its result, and only then passes
 the cancel on. If the work has not ended `CANCEL_GRACE_S` later, it is left behind: the caller gets its cancel, and the
 result is undone when it comes.
+
+Code of the user is run by `run_user_code`: with a limit that the caller chooses, cancelled when the limit is reached,
+and left behind if it ignores the cancel.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import queue
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, Future
-from typing import Any, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from forebay.errors import InvalidInput
 
@@ -30,8 +33,11 @@ __all__ = [
     "Deadline",
     "Pool",
     "Turns",
+    "UserCall",
     "grace",
+    "ignore_exception",
     "in_thread",
+    "run_user_code",
     "see_through",
     "start_thread",
     "uncancelled",
@@ -120,12 +126,12 @@ class Turns:
         return self._lock[1]
 
 
-async def see_through(future: asyncio.Future[T]) -> asyncio.CancelledError | None:
-    """Wait until a future is done, whatever happens; the cancel that arrived meanwhile, if one did."""
-    cancelled = None
-    while not future.done():
+async def see_through(future: asyncio.Future[T], timeout_s: float | None = None) -> asyncio.CancelledError | None:
+    """Wait until a future is done, for `timeout_s` at most. A cancel of the caller does not end it, and is returned."""
+    deadline, cancelled = Deadline(timeout_s), None
+    while not future.done() and (left_s := deadline.left_s()) != 0:
         try:
-            await asyncio.wait((future,))
+            await asyncio.wait((future,), timeout=left_s)
         except asyncio.CancelledError as error:
             cancelled = error
     return cancelled
@@ -139,6 +145,57 @@ async def uncancelled(work: Awaitable[T]) -> T:
     if cancelled is not None:
         raise cancelled
     return result
+
+
+def ignore_exception(future: asyncio.Future[Any]) -> None:
+    """Retrieve the exception of a future that nobody waits for, so that asyncio does not log it."""
+    if not future.cancelled():
+        future.exception()
+
+
+class UserCall(NamedTuple, Generic[T]):
+    """How a call of user code ended.
+
+    `future`: has the result or the exception; it is not done if the code ignored its cancel and was left behind.
+    `in_time`: the code ended before it was cancelled. `cancelled`: the caller was cancelled meanwhile, and has to raise
+    this after its own cleanup.
+    """
+
+    future: asyncio.Future[T]
+    in_time: bool
+    cancelled: asyncio.CancelledError | None
+
+
+async def run_user_code(
+    work: Awaitable[T],
+    *,
+    until: Callable[[asyncio.Future[Any]], Awaitable[object]] | None = None,
+    cancel_timeout_s: float | None = None,
+) -> UserCall[T]:
+    """Run code of the user; cancel it if it has not ended when `until` returns, or when the caller is cancelled.
+
+    `until(future)` waits for the end of the code, and returns earlier when the code has to stop (a timeout, a pause);
+    without it the code may take as long as it needs. If the code has not ended `cancel_timeout_s` after its cancel, it
+    is left behind; None waits for it. Raises nothing: see `UserCall`.
+    """
+    future = asyncio.ensure_future(work)
+    cancelled = None
+    try:
+        await (asyncio.wait((future,)) if until is None else until(future))
+    except asyncio.CancelledError as error:
+        cancelled = error
+    in_time = future.done()
+    if not in_time:
+        future.cancel()
+        cancelled = await see_through(future, cancel_timeout_s) or cancelled
+        if not future.done():
+            name = getattr(work, "__qualname__", work)
+            log.warning("user_code_left_behind call=%s: it ignored a cancel for %g s", name, cancel_timeout_s)
+    if future.done():
+        ignore_exception(future)  # the caller may not look at it
+    else:
+        future.add_done_callback(ignore_exception)
+    return UserCall(future, in_time, cancelled)
 
 
 async def in_thread(work: Callable[[], T], *, pool: Pool = FILES, undo: Callable[[T], object] | None = None) -> T:
@@ -163,19 +220,13 @@ def start_thread(work: Callable[[], T], *, pool: Pool = FILES) -> asyncio.Future
 
 async def grace(future: asyncio.Future[Any]) -> None:
     """Give work of a cancelled caller a moment to end; whatever has not ended then is left behind."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + CANCEL_GRACE_S
-    while not future.done() and (left_s := deadline - loop.time()) > 0:
-        try:
-            await asyncio.wait((future,), timeout=left_s)
-        except asyncio.CancelledError:
-            continue  # the caller passes its first one on
+    await see_through(future, CANCEL_GRACE_S)  # the caller passes its first cancel on
     if not future.done():
         log.warning("call_left_behind: a thread did not end within %g s of a cancel", CANCEL_GRACE_S)
-        future.add_done_callback(_undo)
+        future.add_done_callback(ignore_exception)
 
 
-def _undo(done: asyncio.Future[T], undo: Callable[[T], object] | None = None) -> None:
+def _undo(done: asyncio.Future[T], undo: Callable[[T], object] | None) -> None:
     if not done.cancelled() and done.exception() is None and undo is not None:
         undo(done.result())
 

@@ -1,7 +1,7 @@
-"""The element types that Forebay stores, under the names that safetensors gives them. Pure.
+"""The element types that Forebay stores, with the names that safetensors gives them.
 
-A name maps to a number (what a frame writes) and to a little-endian numpy dtype. bfloat16 has no dtype in numpy: its
-bits travel as uint16, and are shown as bfloat16 by torch or by the package ml_dtypes.
+Each name has a code (which frames contain) and a little-endian numpy dtype. numpy has no bfloat16: its bits are stored
+as uint16, and torch or the package ml_dtypes shows them as bfloat16.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ DTYPES: dict[str, tuple[int, str]] = {
     "F64": (12, "<f8"),
     "BF16": (13, "bfloat16"),
 }
-# By the dtype itself: its name is a property that costs more than encoding an array.
+# Keyed by the dtype itself: its name is a property that costs more than encoding an array.
 CODE_OF = {np.dtype(name): code for code, name in DTYPES.values() if name != "bfloat16"}
-_NAME_OF = {np.dtype(text): name for name, (_, text) in DTYPES.items() if name != BFLOAT16}
+_NAME_OF = {np.dtype(dtype): name for name, (_, dtype) in DTYPES.items() if name != BFLOAT16}
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str | None:
@@ -48,7 +48,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str | None:
 
 
 def raw_dtype(name: str) -> np.dtype[Any]:
-    """The dtype that elements of this name are kept in; KeyError if there is no such name.
+    """The dtype that elements of this name are stored in; KeyError for an unknown name.
 
     >>> raw_dtype("F32"), raw_dtype("BF16")
     (dtype('float32'), dtype('uint16'))
@@ -57,7 +57,7 @@ def raw_dtype(name: str) -> np.dtype[Any]:
 
 
 def bfloat16_dtype() -> np.dtype[Any]:
-    """What the package ml_dtypes adds to numpy; UnreadableData without it."""
+    """The bfloat16 of the package ml_dtypes; UnreadableData if it is not installed."""
     try:
         from ml_dtypes import bfloat16
     except ImportError:

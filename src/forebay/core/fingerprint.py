@@ -1,12 +1,12 @@
-"""What a data set is, in a few hundred bytes: enough to notice that another one took its place (G4).
+"""Fingerprints of data sets: a few hundred bytes that show whether a data set was replaced by another one (G4).
 
-A position in a data set means a record only as long as the data set is the same. So a task keeps a fingerprint of it
-beside its position (`SourceState`): in the store, and in every checkpoint. It holds the length, the order, the group
-size, and a hash of 16 records. `differences` compares two of them. What cannot be hashed (an image object, a record
-that cannot be read) is named as unverified, and is no difference.
+A position in a data set means a record only as long as the data set is the same. So a task keeps a fingerprint beside
+its position (`SourceState`), in the store and in every checkpoint. It has the length, the order, the group size, and
+hashes of 16 records. `differences` compares two fingerprints. Values that cannot be hashed (an image object, a record
+that cannot be read) are listed as unverified, and never count as a difference.
 
-Records are hashed as plain data: the same for every process and machine, never by an address or a `repr`. Nothing is
-read here; see `dataset`.
+Records are hashed as plain data: every process and machine computes the same hash, never from an address or a `repr`.
+This module reads no records; see `prompts.sources`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from forebay.errors import DamagedData
+from forebay.core.plain import LEAVES
+from forebay.errors import DamagedData, InvalidDataset
 
 __all__ = [
     "SAMPLED_RECORDS",
@@ -34,8 +35,10 @@ __all__ = [
     "SourceState",
     "differences",
     "digest",
+    "own_digest",
     "pack_state",
     "sampled_positions",
+    "type_name",
     "unpack_state",
     "unverified_records",
 ]
@@ -44,7 +47,7 @@ SAMPLED_RECORDS = 16
 
 
 class Fingerprint(msgspec.Struct, kw_only=True, frozen=True):
-    """What is known of a data set. None: it does not apply, or is not known."""
+    """What is known about a data set. None: does not apply, or is not known."""
 
     kind: str  # "map-style" or "iterable"
     length: int | None = None
@@ -53,12 +56,12 @@ class Fingerprint(msgspec.Struct, kw_only=True, frozen=True):
     group_size: int = 1
     loader: str | None = None  # the class of an iterable loader
     state_keys: tuple[str, ...] | None = None  # of an iterable loader's state
-    own: str | None = None  # hash of what the data set's own `fingerprint()` returned
-    records: tuple[str | None, ...] = ()  # hashes: at `sampled_positions`, or of the first ones drawn
-    unverified: tuple[str, ...] = ()  # what the hashes do not cover: one entry per record
+    own: str | None = None  # hash of the data set's own `fingerprint()`, if it has that method
+    records: tuple[str | None, ...] = ()  # hashes of the records at `sampled_positions`, or of the first ones drawn
+    unverified: tuple[str, ...] = ()  # values that the hashes do not cover: one entry per record
 
     def completed(self, before: Fingerprint) -> Fingerprint:
-        """The same with what an earlier fingerprint of the same data set knew, and this one does not."""
+        """This fingerprint, completed from an earlier one of the same data set."""
         pairs = itertools.zip_longest(self.records, before.records)
         return replace(
             self,
@@ -68,7 +71,7 @@ class Fingerprint(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class SourceState(msgspec.Struct, kw_only=True, frozen=True):
-    """What a task keeps of its data set beside the cursor: what it is, and the state of an iterable loader."""
+    """What a task keeps beside its cursor: the fingerprint of its data set, and the state of an iterable loader."""
 
     fingerprint: Fingerprint
     loader: bytes | None = None
@@ -83,21 +86,19 @@ def pack_state(state: SourceState) -> bytes:
 
 
 def unpack_state(data: bytes) -> SourceState:
-    """What `pack_state` packed; DamagedData if it is something else."""
+    """The state that `pack_state` packed; DamagedData if the bytes are something else."""
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DamagedData(
-            f"the state of a data set cannot be read; it was written by something else: {error}"
-        ) from None
+        raise DamagedData(f"the state of a data set cannot be read; Forebay did not write it: {error}") from None
 
 
 def unverified_records(source_state: bytes | None) -> int:
-    """How many sampled records a fingerprint does not cover wholly. For figures: never raises."""
+    """The number of sampled records that a fingerprint does not cover completely. For figures: never raises."""
     try:
         return 0 if source_state is None else len(unpack_state(source_state).fingerprint.unverified)
     except DamagedData:
-        return 0  # whoever draws says so
+        return 0  # the next draw raises it
 
 
 def sampled_positions(length: int) -> list[int]:
@@ -112,17 +113,17 @@ def sampled_positions(length: int) -> list[int]:
 
 
 def differences(was: Fingerprint, now: Fingerprint) -> dict[str, tuple[Any, Any]]:
-    """The fields that differ, as (was, is). What one of them does not know is no difference."""
+    """The fields that differ, as (was, is). A field that one of them does not know is not a difference."""
     changes: dict[str, tuple[Any, Any]] = {}
     for name in ("kind", "length", "shuffle", "seed", "group_size", "loader", "state_keys", "own"):
         before, after = getattr(was, name), getattr(now, name)
         if before == after or before is None or after is None:
             continue
         if name == "seed" and not (was.shuffle and now.shuffle):
-            continue  # it orders nothing
+            continue  # without shuffling, the seed has no effect
         changes[name] = (before, after)
     if changes.keys() & {"kind", "length", "loader"}:
-        return changes  # the hashes are of other records
+        return changes  # the hashes belong to other records
     for at, (before, after) in enumerate(zip(was.records, now.records, strict=False)):
         if None not in (before, after) and before != after:
             index = sampled_positions(now.length)[at] if now.kind == "map-style" and now.length is not None else at
@@ -134,9 +135,9 @@ def differences(was: Fingerprint, now: Fingerprint) -> dict[str, tuple[Any, Any]
 
 
 def digest(value: Any) -> tuple[str | None, str | None]:
-    """The hash of a record (None: there is none), and what in it could not be hashed, in short (None: nothing).
+    """The hash of a record, or None; and a short list of the values in it that have no hash, or None if all have one.
 
-    Mappings are hashed whatever the order of their keys; a tuple is hashed as a list, a numpy number as a number.
+    The order of keys in mappings does not matter; a tuple has the hash of a list, a numpy number that of a number.
 
     >>> digest({"a": 1, "b": (2,)}) == digest({"b": [2], "a": np.int64(1)})
     True
@@ -146,21 +147,42 @@ def digest(value: Any) -> tuple[str | None, str | None]:
     skipped: list[str] = []
     try:
         data = msgspec.msgpack.encode(_canonical(value, "$", skipped))
-    except Exception as error:  # a value of any class may do anything
+    except Exception as error:  # a value of a foreign class may raise anything
         return None, f"it cannot be encoded: {type(error).__name__}"
     return _hash(data), ", ".join(skipped[:4])[:_MAX_CHARACTERS] or None
 
 
+def own_digest(dataset: Any) -> str | None:
+    """The hash of the result of a data set's own `fingerprint()`; None if it has no such method."""
+    own = getattr(dataset, "fingerprint", None)
+    if not callable(own):
+        return None
+    hashed, skipped = digest(own())
+    if skipped is not None:
+        raise InvalidDataset(
+            f"fingerprint() of {type_name(dataset)} returned a value that is not plain data: {skipped}"
+        )
+    return hashed
+
+
+def type_name(value: object) -> str:
+    """The full name of the type of a value.
+
+    >>> type_name([])
+    'builtins.list'
+    """
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
 _MAX_CHARACTERS = 200
-"""Of what is said about one record: it is kept in the store."""
-_PLAIN = frozenset((str, int, float, bool, type(None), bytes))
-_AS_TEXT = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, PurePath)
+"""The length of the note about one record, which the store keeps."""
+_AS_STRING = (datetime.date, datetime.time, datetime.timedelta, decimal.Decimal, uuid.UUID, PurePath)
 
 
 def _canonical(value: Any, path: str, skipped: list[str]) -> Any:
-    """The value as scalars and lists; a dict stands for what is neither, under the name of what it is."""
+    """The value as scalars and lists. Any other type is a dict with one key that names the type."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in LEAVES:
         return value
     if isinstance(value, enum.Enum):
         return _canonical(value.value, path, skipped)
@@ -171,7 +193,7 @@ def _canonical(value: Any, path: str, skipped: list[str]) -> Any:
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value)
     if isinstance(value, (list, tuple)):
-        if _PLAIN.issuperset(map(type, value)):
+        if LEAVES.issuperset(map(type, value)):
             return value
         return [_canonical(item, f"{path}[{index}]", skipped) for index, item in enumerate(value)]
     if isinstance(value, Mapping):
@@ -195,14 +217,14 @@ def _canonical(value: Any, path: str, skipped: list[str]) -> Any:
             return {"array": [list(value.shape), _canonical(value.ravel().tolist(), path, skipped)]}
         content = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         return {"array": [str(value.dtype), list(value.shape), _hash(content)]}
-    if isinstance(value, _AS_TEXT):
+    if isinstance(value, _AS_STRING):
         return {kind.__name__: str(value)}
-    skipped.append(f"{path} is a {kind.__module__}.{kind.__qualname__}")
+    skipped.append(f"{path} is a {type_name(value)}")
     return {"unverified": None}
 
 
 def _sorted(items: list[tuple[Any, Any]], path: str, skipped: list[str]) -> list[Any]:
-    """Items in the order of their keys as bytes, which any keys have."""
+    """Keys and items in turn, in the order of the encoded keys, which exists for keys of any type."""
     keyed = [(msgspec.msgpack.encode(_canonical(key, path, skipped)), item) for key, item in items]
     return [part for pair in sorted(keyed, key=lambda pair: pair[0]) for part in pair]
 

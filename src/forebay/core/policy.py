@@ -1,8 +1,8 @@
-"""In which order groups leave the buffer.
+"""The order in which groups leave the buffer.
 
-A policy is an `Order` over metadata columns. The storage is told the order when it opens, so that it can keep
-an index; ties always resolve by arrival. A policy of the user's own may instead implement `choose`, which
-picks from at most 1,024 rows in arrival order and is called inside the claim.
+A policy is an `Order` over columns of `Record`. The storage gets the order when it opens, so that it can keep an index;
+groups that are equal in all columns leave in order of arrival. A user's policy may implement `choose` instead: the
+storage calls it within a claim, with at most 1,024 rows in order of arrival.
 
 >>> FIFOReplayPolicy().order.columns
 ()
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 CHOICE_ROWS = 1024
-"""How many rows a `choose` policy is shown at the most."""
+"""The largest number of rows that `choose` gets."""
 
 _ORDERABLE = (
     "oldest_step",
@@ -57,7 +57,7 @@ _ORDERABLE = (
 
 
 class Column(msgspec.Struct, frozen=True):
-    """One numeric column to sort by; groups that have no value there come last."""
+    """One numeric column to sort by; groups without a value come last."""
 
     name: str
     descending: bool = False
@@ -68,7 +68,7 @@ class Column(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Columns to sort by, the first one first; then by arrival."""
+    """The columns to sort by, the first one first; then by arrival."""
 
     columns: tuple[Column, ...] = ()
 
@@ -80,7 +80,7 @@ Choose: TypeAlias = "Callable[[Sequence[Record], int], Sequence[int]]"
 
 
 def order_key(order: Order) -> Callable[[Record], OrderKey]:
-    """A function from a record to a tuple that sorts as the order says; it ends with the record's uid."""
+    """A function that maps a record to its sort key: a tuple that ends with arrival and uid."""
     columns = [(attrgetter(column.name), column.descending) for column in order.columns]
 
     def key(record: Record) -> OrderKey:
@@ -94,9 +94,9 @@ def order_key(order: Order) -> Callable[[Record], OrderKey]:
 
 
 class ReplayPolicy:
-    """Base of all policies: arrival order, unless a subclass says otherwise.
+    """The base of all policies: order of arrival, unless a subclass changes it.
 
-    Set `order`, or define `choose(rows, n) -> uids`. A policy is compared by its type and order.
+    Set `order`, or define `choose(rows, n) -> uids`. Policies are equal if their types and orders are.
     """
 
     order: Order = ARRIVAL
@@ -117,7 +117,7 @@ class FIFOReplayPolicy(ReplayPolicy):
 
 
 class StalenessReplayPolicy(ReplayPolicy):
-    """Oldest model step first, so that nothing expires while it waits; groups without versions last."""
+    """Oldest model step first, so that groups leave before they expire; groups without versions last."""
 
     order = Order((Column("oldest_step"), Column("given_staleness", descending=True)))
 
@@ -135,7 +135,7 @@ class PriorityReplayPolicy(ReplayPolicy):
 
 
 def checked_choice(choose: Choose, rows: Sequence[Record], n: int) -> list[int]:
-    """The uids that a user's policy chose, or PolicyError if they are not a choice among the rows."""
+    """The uids that a user's policy chose; PolicyError if they are not distinct uids of the rows, at most n."""
     answer = choose(rows, n)
     if not isinstance(answer, Iterable):
         raise PolicyError(f"choose returned a {type(answer).__name__}; expected the uids of rows")
@@ -143,9 +143,9 @@ def checked_choice(choose: Choose, rows: Sequence[Record], n: int) -> list[int]:
     offered = {row.uid for row in rows}
     strange = [uid for uid in chosen if not isinstance(uid, int) or uid not in offered]
     if strange:
-        raise PolicyError(f"choose returned uid {strange[0]!r}, which is not among the {len(rows)} rows it was given")
+        raise PolicyError(f"choose returned uid {strange[0]!r}, which is not among its {len(rows)} rows")
     if len(set(chosen)) != len(chosen):
         raise PolicyError(f"choose returned a uid twice: {chosen}")
     if len(chosen) > n:
-        raise PolicyError(f"choose returned {len(chosen)} uids; it was asked for at most {n}")
+        raise PolicyError(f"choose returned {len(chosen)} uids; expected at most {n}")
     return chosen

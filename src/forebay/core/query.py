@@ -1,20 +1,20 @@
-"""The query language: a dict goes in, a checked tree comes out, and every backend gives the same answer.
+"""The query language: `parse` turns a dict into a checked tree, and every backend gives the same answer to it.
 
     {"task_name": "math", "tokens": {"$gte": 1000}, "tags.difficulty": {"$in": ["hard", None]}}
     {"$or": [{"status": "aborted"}, {"$not": {"reward": {"$between": [0.0, 0.5]}}}]}
 
-Several keys mean and. Everything is checked when a query is parsed, before any record is looked at.
+Several keys mean and. Parsing checks the whole query, before any record is read.
 
-What a backend must match:
+Every backend must follow these rules:
 - Two-valued logic: a condition holds or does not, and `$not` is plain negation.
-- A value that is null satisfies `$eq`, `$ne`, `$in`, `$not_in` only through a null in the operand, and no other
+- A null value satisfies `$eq`, `$ne`, `$in`, `$not_in` only through a null in the operand, and no other
   operator: `{"reward": {"$ne": 0.5}}` does not match a record without reward; `{"reward": {"$ne": None}}`
   matches those that have one. A tag that a record does not have is null.
-- A tag satisfies a condition only against an operand of its own type (text, number, bool); it never raises.
-- Text compares by code point. Whole numbers and floats compare by value; a bool is not a number.
+- A tag satisfies a condition only against an operand of its own type (string, number, bool); it never raises.
+- Strings compare by code point. Integers and floats compare by value; a bool is not a number.
 
-`staleness` is judged against a train step, and is translated to `oldest_step` by `resolve_staleness`: it is not
-a column of any backend.
+`staleness` depends on a train step and is not a column of any backend: `resolve_staleness` translates it to
+`oldest_step`.
 """
 
 from __future__ import annotations
@@ -83,27 +83,27 @@ class Constant(msgspec.Struct, frozen=True):
 
 Node: TypeAlias = "Compare | Member | And | Or | Not | Constant"
 
-_WHOLE, _FLOAT, _TEXT, _STATUS, _PLACE = "a whole number", "a number", "a text", "a status", "a place"
+_INTEGER, _NUMBER, _STRING, _STATUS, _PLACE = "an integer", "a number", "a string", "a status", "a place"
 
 _FIELDS: dict[str, tuple[str, bool]] = {  # kind, may be null
-    "uid": (_WHOLE, False),
-    "timestamp_id": (_WHOLE, False),
-    "task_name": (_TEXT, False),
+    "uid": (_INTEGER, False),
+    "timestamp_id": (_INTEGER, False),
+    "task_name": (_STRING, False),
     "status": (_STATUS, False),
     "place": (_PLACE, False),
-    "staleness": (_WHOLE, False),
-    "oldest_step": (_WHOLE, True),
-    "newest_step": (_WHOLE, True),
-    "group_id": (_WHOLE, False),
-    "samples": (_WHOLE, False),
-    "tokens": (_WHOLE, False),
-    "bytes": (_WHOLE, False),
-    "num_tries": (_WHOLE, False),
-    "unjudged": (_WHOLE, False),
-    "deliveries": (_WHOLE, False),
-    "reward": (_FLOAT, True),
-    "priority": (_FLOAT, False),
-    "created_at": (_FLOAT, False),
+    "staleness": (_INTEGER, False),
+    "oldest_step": (_INTEGER, True),
+    "newest_step": (_INTEGER, True),
+    "group_id": (_INTEGER, False),
+    "samples": (_INTEGER, False),
+    "tokens": (_INTEGER, False),
+    "bytes": (_INTEGER, False),
+    "num_tries": (_INTEGER, False),
+    "unjudged": (_INTEGER, False),
+    "deliveries": (_INTEGER, False),
+    "reward": (_NUMBER, True),
+    "priority": (_NUMBER, False),
+    "created_at": (_NUMBER, False),
 }
 _TAG = "tags."
 _COMPARE = ("$eq", "$ne", "$gt", "$gte", "$lt", "$lte")
@@ -118,7 +118,7 @@ _MAX_VALUES = 10_000
 
 
 def parse(query: Mapping[str, Any]) -> Node:
-    """The checked tree of a query; `{}` matches every record. InvalidQuery names what does not fit."""
+    """The checked tree of a query; `{}` matches every record. InvalidQuery names the part that is wrong."""
     return _parse(query, "$", 0)
 
 
@@ -184,14 +184,16 @@ def _operand(field: str, op: str, value: object, path: str) -> Scalar:
     """One operand, checked against the type of its field."""
     ordering = op not in ("$eq", "$ne", "$in", "$not_in")
     if field.startswith(_TAG):
-        kind, nullable = "a text, a number, a bool or null", True
+        kind, nullable = "a string, a number, a bool or null", True
         fits = value is None or type(value) in (str, int, float, bool)
         fits = fits and not (ordering and type(value) is bool)
     else:
         kind, nullable = _FIELDS[field]
         if kind in (_STATUS, _PLACE):
             return _named(Status if kind is _STATUS else Place, value, ordering, op, path)
-        fits = type(value) is str if kind is _TEXT else type(value) is int or (kind is _FLOAT and type(value) is float)
+        fits = (
+            type(value) is str if kind is _STRING else type(value) is int or (kind is _NUMBER and type(value) is float)
+        )
     if value is None:
         if not nullable:
             raise InvalidQuery(f"{field} is never null; expected {kind} - at `{path}`")
@@ -216,23 +218,11 @@ def _named(names: type[Status] | type[Place], value: object, ordering: bool, op:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 # --- staleness ----------------------------------------------------------------------------------------
-
-
-def uses_staleness(node: Node) -> bool:
-    """Whether a tree has a condition on `staleness`, so that it needs a train step."""
-    match node:
-        case And(nodes) | Or(nodes):
-            return any(uses_staleness(part) for part in nodes)
-        case Not(inner):
-            return uses_staleness(inner)
-        case Compare(field) | Member(field):
-            return field == "staleness"
-    return False
 
 
 def resolve_staleness(node: Node, train_step: int | None) -> Node:
@@ -260,8 +250,8 @@ def resolve_staleness(node: Node, train_step: int | None) -> Node:
 def _step(train_step: int | None) -> int:
     if train_step is None:
         raise InvalidQuery(
-            "staleness has no meaning before a train step was seen; put with current_train_step, refresh or "
-            "lease first, or query oldest_step"
+            "staleness is unknown before a train step was seen; put with current_train_step, refresh or lease first, "
+            "or query oldest_step"
         )
     return train_step
 
@@ -276,7 +266,7 @@ def _staleness(op: str, value: int, train_step: int) -> Node:
     if op == "gte":
         if value <= 0:
             return Constant(True)
-        # Model steps start at 0: nothing is staler than the train step itself.
+        # Model steps start at 0, so staleness is always below the train step.
         return Constant(False) if value >= train_step else Compare("oldest_step", "lte", train_step - 1 - value)
     if value < 0 or value >= train_step:
         return Constant(False) if value else Constant(True)
@@ -327,7 +317,7 @@ def _getter(field: str) -> Callable[[Record], Any]:
 
 
 def _kind(value: Scalar) -> type:
-    """Values compare within a kind only: text, number, bool, null."""
+    """Values compare within a kind only: string, number, bool, null."""
     return float if type(value) is int else str if isinstance(value, str) else type(value)
 
 
@@ -355,8 +345,8 @@ def _member(get: Callable[[Record], Any], values: Sequence[Scalar], negated: boo
         found = (_kind(value), value) in known
         if not negated:
             return found
-        # Only a value of a type that the list speaks of can be outside of it; a list of nulls alone
-        # (or an empty one) speaks of every type.
+        # $not_in matches only values of a kind that the list contains; an empty list, or one of nulls, stands for
+        # every kind.
         return not found and (not kinds or _kind(value) in kinds)
 
     return matches
@@ -370,7 +360,7 @@ _PINNABLE = ("uid", "task_name", "group_id", "status", "place")
 
 
 def pins(node: Node) -> Pins:
-    """The values that every matching record must have in the fields that a backend finds rows by."""
+    """For fields with an index: the values that a matching record can have."""
     match node:
         case Compare(field, "eq", value) if field in _PINNABLE:
             return {field: frozenset((value,))}

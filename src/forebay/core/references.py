@@ -1,11 +1,11 @@
-"""References in samples: a field may hold, at any depth, the name of a value that lives elsewhere (an object of Ray's).
+"""References in samples: a field may hold, at any depth, a reference to a value elsewhere (such as a Ray object).
 
-The core knows no kind of them: whoever brings one registers how to get its value and how to put one back. Storages that
-keep samples as objects keep the references; for all others, and for checkpoints, `resolve_group` puts values in their
-place, one `Resolved` for every distinct reference, so that what k members share is written once. Nothing is ever freed
-here: a reference is dropped as any Python object is, with the row that holds it.
+The core knows no kind of reference: a module that brings one registers how to get its value and how to put one back.
+Storages that keep samples as objects keep the references. For all other storages and for checkpoints, `resolve_group`
+replaces them with values: one `Resolved` for every distinct reference, so that a value that members share is written
+once. This module never frees a value: a reference is dropped with the row that holds it, like any Python object.
 
-Without a registered kind nothing here costs anything.
+Without a registered kind, groups are not searched.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from forebay.core.plain import LEAVES, MAX_DEPTH
+from forebay.core.rollout import USER_FIELDS, Group, RolloutState, Status
 from forebay.errors import ReferenceLost
 
-if TYPE_CHECKING:
-    from forebay.core.rollout import Group, RolloutState
-
 __all__ = [
-    "FIELDS",
     "REFERENCE_BYTES",
     "Resolved",
     "any_kind",
@@ -37,30 +35,12 @@ __all__ = [
     "without_references",
 ]
 
-FIELDS = (
-    "message",
-    "data_source",
-    "reward_model",
-    "mm_info",
-    "tools",
-    "tool_choice",
-    "tool_calls",
-    "routed_experts",
-    "reward",
-    "extra_fields",
-    "loop_state",
-)
-"""The fields of a sample that hold data of the user's own, and therefore may hold references."""
-
 REFERENCE_BYTES = 64
-"""What a reference counts for in the size of a group; its value lies elsewhere."""
-
-_MAX_DEPTH = 64
-_LEAVES = frozenset((str, int, float, bool, type(None), bytes))
+"""What a reference adds to the size of a group; its value is elsewhere."""
 
 
 class Kind(NamedTuple):
-    """How to deal with one type of references."""
+    """How to handle references of one type; see `register`."""
 
     resolve: Callable[[Any], Awaitable[Any]]
     put: Callable[[Any], Any]
@@ -72,7 +52,7 @@ _as_values: ContextVar[bool] = ContextVar("as_values", default=False)
 
 
 class Resolved:
-    """The value of a reference, standing where the reference stood. Equal to itself only."""
+    """The value of a reference, in place of the reference. Equal to itself only."""
 
     __slots__ = ("value",)
 
@@ -91,19 +71,19 @@ def register(
 ) -> None:
     """Make values of exactly this type references; they must be hashable, and equal if they mean the same value.
 
-    `resolve` waits for the value, and raises ReferenceLost if it cannot be had any more; `put` makes a reference of
-    plain data, in any thread; `available` says whether this process can do that now.
+    `resolve` waits for the value, and raises ReferenceLost if the value no longer exists; `put` makes a reference to
+    plain data and may be called in any thread; `available` says whether this process can call `put` now.
     """
     _kinds[kind] = Kind(resolve, put, available)
 
 
 def unregister(kind: type) -> None:
-    """Values of this type are no references any more."""
+    """Stop treating values of this type as references."""
     _kinds.pop(kind, None)
 
 
 def any_kind() -> bool:
-    """Whether there can be references at all."""
+    """Whether any kind of reference is registered."""
     return bool(_kinds)
 
 
@@ -116,23 +96,24 @@ def is_reference(value: object) -> bool:
 
 
 def references_of(group: Sequence[RolloutState]) -> dict[Any, str]:
-    """The distinct references in a group, each with the path of the first place where it stands."""
+    """The distinct references in a group, each with the path of its first occurrence."""
     found: dict[Any, str] = {}
     if _kinds:
         seen: set[int] = set()
         for index, member in enumerate(group):
             for state in (member,) if member.issued is None else (member, member.issued):
-                for name in FIELDS:
+                for name in USER_FIELDS:
                     value = getattr(state, name)
-                    if type(value) not in _LEAVES:
+                    if type(value) not in LEAVES:
                         _find(value, f"$[{index}].{name}", found, seen, 0)
     return found
 
 
 async def resolve_group(group: Group) -> Group:
-    """The group with values for its references, or itself if it has none; ReferenceLost names what cannot be had.
+    """The group with values in place of its references, or the group itself if it has none.
 
-    Waits for values that are still being made. What was handed in is not changed.
+    Waits for values that are still being computed. ReferenceLost names a value that no longer exists. Does not change
+    `group`.
     """
     found = references_of(group)
     if not found:
@@ -144,9 +125,7 @@ async def resolve_group(group: Group) -> Group:
 
 
 async def resolve_or_fail(group: Group) -> Group:
-    """As `resolve_group`; if a value is lost, all members are FAILED with the reason, and None stands for it."""
-    from forebay.core.rollout import Status  # which itself needs to know what a reference is
-
+    """As `resolve_group`, but if a value is lost, all members are FAILED with the reason, and None replaces it."""
     found = references_of(group)
     if not found:
         return group
@@ -162,13 +141,13 @@ async def resolve_or_fail(group: Group) -> Group:
 
 
 def without_references(group: Group) -> Group:
-    """The group with None for its references: for one that ends anyway, whose values nobody needs."""
+    """The group with None in place of its references: for a group that ends, so that nobody needs the values."""
     found = references_of(group)
     return _replaced(group, dict.fromkeys(found)) if found else group
 
 
 async def _resolved(found: Mapping[Any, str]) -> tuple[dict[Any, Resolved], dict[Any, str]]:
-    """Values by reference, and reasons by reference for those that are lost."""
+    """The values of references, and the reasons for those that are lost."""
     values: dict[Any, Resolved] = {}
     lost: dict[Any, str] = {}
     results = await asyncio.gather(
@@ -197,26 +176,26 @@ def _find(value: Any, path: str, found: dict[Any, str], seen: set[int], depth: i
         inside = value
     else:
         return
-    # What is nested deeper cannot be written anyway.
-    if id(value) in seen or depth >= _MAX_DEPTH or _LEAVES.issuperset(map(type, inside)):
+    # No frame can hold a value that is nested deeper.
+    if id(value) in seen or depth >= MAX_DEPTH or LEAVES.issuperset(map(type, inside)):
         return
     seen.add(id(value))
     for inner, item in items:
-        if type(item) not in _LEAVES:
+        if type(item) not in LEAVES:
             _find(item, inner, found, seen, depth + 1)
 
 
 def _replaced(group: Group, values: Mapping[Any, Any]) -> Group:
-    """The members with what stands for their references: copies of those that had one. What they share stays shared."""
+    """The group with `values` in place of references. Members that have one are copied; shared values stay shared."""
     made: dict[int, Any] = {}
     return tuple([_replaced_member(state, values, made) for state in group])
 
 
 def _replaced_member(state: RolloutState, values: Mapping[Any, Any], made: dict[int, Any]) -> RolloutState:
     changed: dict[str, Any] = {}
-    for name in FIELDS:
+    for name in USER_FIELDS:
         value = getattr(state, name)
-        if type(value) not in _LEAVES and (new := _rebuilt(value, values, made)) is not value:
+        if type(value) not in LEAVES and (new := _rebuilt(value, values, made)) is not value:
             changed[name] = new
     issued = state.issued
     if issued is not None:
@@ -239,7 +218,7 @@ def _rebuilt(value: Any, values: Mapping[Any, Any], made: dict[int, Any]) -> Any
     if kind is not dict and kind is not list and kind is not tuple:
         return value
     if id(value) not in made:
-        made[id(value)] = value  # if it holds itself; whoever writes it says so
+        made[id(value)] = value  # in case it holds itself; the codec refuses that
         if kind is dict:
             items = {key: _rebuilt(item, values, made) for key, item in value.items()}
             same = all(items[key] is item for key, item in value.items())
@@ -256,7 +235,7 @@ def _rebuilt(value: Any, values: Mapping[Any, Any], made: dict[int, Any]) -> Any
 
 @contextmanager
 def as_values() -> Iterator[None]:
-    """Within this block groups are decoded with `Resolved` values: for whoever only writes them again."""
+    """Within this block, decoded groups have `Resolved` values: for callers that only write them again."""
     token = _as_values.set(True)
     try:
         yield
@@ -265,10 +244,10 @@ def as_values() -> Iterator[None]:
 
 
 def put_back(values: list[Any]) -> list[Any]:
-    """What stands for values that were written in place of references.
+    """References to values that were written in place of references, in the same order.
 
-    Each is put back once, by the first kind that can; this process owns them then. Where no kind can, the plain
-    values stand there.
+    The first available kind puts each value back once; this process owns them then. If no kind is available, the plain
+    values are returned.
     """
     if _as_values.get():
         return [Resolved(value) for value in values]

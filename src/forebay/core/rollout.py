@@ -1,10 +1,12 @@
 """What a sample is, and what follows from a sample or a group alone.
 
-A sample is one prompt with one response; a group is the samples that share a prompt. Everything here is
-a pure function of its arguments: nothing stores, waits or knows about train steps (see `staleness`).
+A sample is one prompt with one response; a group is the samples that share a prompt. `FIELDS` describes every field of
+a sample once: its type, the part of the sample that it belongs to, and what it holds. Checks, sizes, resets, references
+and the codec all read that table. Everything here is a pure function of its arguments: nothing stores, waits or knows
+about train steps (see `staleness`).
 
-Token columns (`prompt_ids`, `response_ids`, `logprobs`, ...) may be lists or one-dimensional numpy
-arrays; what goes in comes out. `version_spans` says which weights generated the response: runs of
+Token columns (`prompt_ids`, `response_ids`, `logprobs`, ...) may be lists or one-dimensional numpy arrays; a sample
+comes out with the types that it went in with. `version_spans` says which weights generated the response: runs of
 (model step, number of tokens), aligned with `response_ids` from its first token on.
 """
 
@@ -13,39 +15,40 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Sequence
-from itertools import product
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import msgspec
+from msgspec.structs import replace
 from numpy import floating, integer, ndarray
 
-from forebay.core.dtypes import CODE_OF, dtype_name
-from forebay.core.references import REFERENCE_BYTES, Resolved, is_reference
-from forebay.errors import InvalidGroup, InvalidInput, UnsupportedPayload
+from forebay.errors import InvalidGroup, InvalidInput
 
 __all__ = [
+    "COLUMNS",
     "DRAWABLE",
+    "FIELDS",
     "ISSUED_FIELDS",
-    "MAX_DEPTH",
-    "MAX_DIMENSIONS",
     "PROMPT_FIELDS",
+    "RESPONSE_FIELDS",
+    "USER_FIELDS",
+    "Field",
     "Group",
+    "Part",
     "RolloutState",
     "SampleParams",
     "Status",
     "TokenColumn",
     "VersionSpans",
     "carries_response",
-    "common_prefix",
+    "columns_of",
     "finish_status",
-    "freeze_arrays",
-    "group_bytes",
     "group_reward",
-    "group_sizes",
     "group_status",
     "group_tokens",
     "lacks_tokens",
+    "prompt_of",
     "reset_response",
     "shares_prompt",
     "version_spans_of",
@@ -57,12 +60,12 @@ if TYPE_CHECKING:
 
     TokenColumn: TypeAlias = list[int] | list[float] | NDArray[Any]
 else:
-    TokenColumn = Any  # the codec reads it from here; `checks` says what it may be
+    TokenColumn = Any  # the codec takes the types of fields from here; `validate` checks columns
 VersionSpans: TypeAlias = tuple[tuple[int, int], ...]
 
 
 class Status(enum.StrEnum):
-    """What a sample, or a group, is."""
+    """The status of a sample or a group."""
 
     INIT = "init"
     COMPLETED = "completed"
@@ -72,18 +75,18 @@ class Status(enum.StrEnum):
     FILTERED = "filtered"
     ARCHIVED = "archived"
 
-    # Statuses key every index and counter; Enum's own hash is a Python call and costs ten times as much.
+    # Statuses are the keys of every index and counter; Enum's own hash is a Python call and costs ten times as much.
     __hash__ = str.__hash__
 
 
 DRAWABLE = (Status.INIT, Status.EXPIRED, Status.ABORTED)
-"""Groups of these statuses are generated (again), in this order: restored prompts, then expired, then aborted ones."""
+"""The statuses of buffered groups that a sampler draws again before it draws new prompts."""
 
 
 class SampleParams(msgspec.Struct, kw_only=True, frozen=True, gc=False):
-    """How the engine shall sample. None leaves the choice to the engine.
+    """How the engine samples. None leaves the choice to the engine.
 
-    Penalties count what one request generated: those of a partial rollout start again where it continues.
+    An engine counts penalties within one request: when a partial rollout continues, they start again.
     """
 
     max_tokens: int | None = None
@@ -136,8 +139,8 @@ _PARAM_RANGES: tuple[tuple[str, type[int] | type[float], int, float], ...] = (
 class RolloutState(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     """One prompt with one response. Only `message` is required.
 
-    Not tracked by Python's cycle collector (`gc=False`): a buffer of 100,000 groups would otherwise stop
-    the event loop for half a second at a time. Do not build cycles through a sample.
+    Python's cycle collector does not track samples (`gc=False`): in a buffer of 100,000 groups it would stop the event
+    loop for half a second at a time. Do not build reference cycles through a sample. `FIELDS` says what each field is.
     """
 
     # identity
@@ -146,7 +149,7 @@ class RolloutState(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
     rollout_id: int | None = None
     segment: int = 0
     num_tries: int = 0
-    attempt: int | None = None  # which hand-out of its group this is; set by the buffer, fences old holders
+    attempt: int | None = None  # counts how often its group was handed out; set by the buffer, fences old owners
 
     # prompt
     message: list[dict[str, Any]]
@@ -179,12 +182,12 @@ class RolloutState(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
 
     # state
     status: Status = Status.INIT
-    unjudged: bool = False  # answered, but reward and filter are still to come; its status is ABORTED until then
+    unjudged: bool = False  # generated, but not yet rewarded and filtered; its status is ABORTED until then
     seq_staleness: int = 0
     error_msg: str | None = None
     extra_fields: dict[str, Any] = msgspec.field(default_factory=dict)
-    loop_state: dict[str, Any] | None = None  # what an agent loop needs to continue; reset together with the response
-    issued: RolloutState | None = None  # the prompt as issued, if it may have changed since; not yours to change
+    loop_state: dict[str, Any] | None = None  # state that an agent loop needs to continue; a reset removes it
+    issued: RolloutState | None = None  # the prompt as issued, if it may have changed since; never change it
 
     if TYPE_CHECKING:
 
@@ -209,7 +212,7 @@ class RolloutState(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and the response; of an agent trace, which has both, those of the trace.
+        """The number of tokens of prompt and response. An agent trace holds both, so only its own tokens count.
 
         >>> RolloutState(message=[], prompt_ids=[1, 2], response_ids=[3]).num_tokens
         3
@@ -220,16 +223,136 @@ class RolloutState(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
         return versioned_tokens(self) + (0 if self.prompt_ids is None else len(self.prompt_ids))
 
 
+Group: TypeAlias = "tuple[RolloutState, ...]"
+
+
+# --- the fields of a sample -----------------------------------------------------------------------------
+
+
+class Part(enum.Enum):
+    """The part of a sample that a field belongs to: it decides what a reset does to it."""
+
+    IDENTITY = enum.auto()  # names the sample and its state; a reset keeps it
+    PROMPT = enum.auto()  # as issued after a reset; a group that shares it stores it once
+    REQUEST = enum.auto()  # as issued after a reset; each member has its own
+    RESPONSE = enum.auto()  # made while the sample is generated and judged; a reset sets it to its default
+
+
+class Field(NamedTuple):
+    """One row of `FIELDS`."""
+
+    part: Part
+    types: tuple[type, ...] = ()  # the exact types that a stored sample may have here; (): any plain value
+    column: bool = False  # one number per token
+    user_data: bool = False  # nested plain data of the user, which may hold references
+    of_dicts: bool = False  # every item of the list is a dict
+
+    @property
+    def expected(self) -> str:
+        """The types, for error messages."""
+        return " or ".join("None" if kind is _NONE else kind.__name__ for kind in self.types)
+
+
+_NONE = type(None)
+_STRING, _INTEGER = (str, _NONE), (int, _NONE)
+_DICT, _LIST = (dict, _NONE), (list, _NONE)
+_COLUMN = (list, ndarray, _NONE)
+
+FIELDS: dict[str, Field] = {
+    "task_name": Field(Part.IDENTITY, _STRING),
+    "group_id": Field(Part.IDENTITY, _INTEGER),
+    "rollout_id": Field(Part.IDENTITY, _INTEGER),
+    "segment": Field(Part.RESPONSE, (int,)),
+    "num_tries": Field(Part.IDENTITY, (int,)),
+    "attempt": Field(Part.IDENTITY, _INTEGER),
+    "message": Field(Part.PROMPT, (list,), user_data=True, of_dicts=True),
+    "prompt_ids": Field(Part.PROMPT, _COLUMN, column=True),
+    "data_source": Field(Part.PROMPT, user_data=True),
+    "reward_model": Field(Part.PROMPT, _DICT, user_data=True),
+    "mm_info": Field(Part.PROMPT, _DICT, user_data=True),
+    "tools": Field(Part.PROMPT, _LIST, user_data=True, of_dicts=True),
+    "tool_choice": Field(Part.PROMPT, user_data=True),
+    "session_id": Field(Part.REQUEST, (int, str, _NONE)),
+    "tokens": Field(Part.RESPONSE, _COLUMN, column=True),
+    "sample_params": Field(Part.REQUEST, (SampleParams, _NONE)),
+    "response": Field(Part.RESPONSE, _STRING),
+    "response_ids": Field(Part.RESPONSE, _COLUMN, column=True),
+    "logprobs": Field(Part.RESPONSE, _COLUMN, column=True),
+    "response_mask": Field(Part.RESPONSE, _COLUMN, column=True),
+    "version_spans": Field(Part.RESPONSE, (tuple,)),
+    "finish_reason": Field(Part.RESPONSE, _STRING),
+    "tool_calls": Field(Part.RESPONSE, _LIST, user_data=True, of_dicts=True),
+    "routed_experts": Field(Part.RESPONSE, user_data=True),
+    "input_ids": Field(Part.RESPONSE, _COLUMN, column=True),
+    "labels": Field(Part.RESPONSE, _COLUMN, column=True),
+    "reward": Field(Part.RESPONSE, _DICT, user_data=True),
+    "status": Field(Part.IDENTITY, (Status,)),
+    "unjudged": Field(Part.RESPONSE, (bool,)),
+    "seq_staleness": Field(Part.RESPONSE, (int,)),
+    "error_msg": Field(Part.RESPONSE, _STRING),
+    "extra_fields": Field(Part.REQUEST, (dict,), user_data=True),
+    "loop_state": Field(Part.RESPONSE, _DICT, user_data=True),
+    "issued": Field(Part.RESPONSE, (RolloutState, _NONE)),
+}
+"""Every field of `RolloutState`, in the order of the class."""
+
+COLUMNS = tuple(name for name, field in FIELDS.items() if field.column)
+"""The token columns."""
+PROMPT_FIELDS = tuple(name for name, field in FIELDS.items() if field.part is Part.PROMPT)
+"""The prompt, which the members of a group share."""
+ISSUED_FIELDS = tuple(name for name, field in FIELDS.items() if field.part in (Part.PROMPT, Part.REQUEST))
+"""What a sample is issued with: a reset returns to it."""
+RESPONSE_FIELDS = tuple(name for name, field in FIELDS.items() if field.part is Part.RESPONSE)
+"""What a reset removes."""
+USER_FIELDS = tuple(name for name, field in FIELDS.items() if field.user_data)
+"""The fields that hold the user's data, and therefore may hold references."""
+
+columns_of: Callable[[RolloutState], tuple[Any, ...]] = attrgetter(*COLUMNS)
+prompt_of: Callable[[RolloutState], tuple[Any, ...]] = attrgetter(*PROMPT_FIELDS)
+
+_NO_RESPONSE = {name: getattr(RolloutState(message=[]), name) for name in RESPONSE_FIELDS}
+
+
+def reset_response(state: RolloutState) -> RolloutState:
+    """A copy with the prompt as it was issued, ready to be generated again; identity, status and tries stay.
+
+    Everything that an agent loop added or changed is gone, `loop_state` included; `tokens` becomes a copy of
+    `prompt_ids`. Lists and dicts are shared with `state`.
+    """
+    fresh = replace(state, **_NO_RESPONSE)
+    if state.issued is not None:
+        for name in ISSUED_FIELDS:
+            setattr(fresh, name, getattr(state.issued, name))
+    if fresh.prompt_ids is not None:
+        fresh.tokens = fresh.prompt_ids.copy()
+    return fresh
+
+
+def shares_prompt(one: RolloutState, other: RolloutState) -> bool:
+    """Whether two samples have the very same objects in their prompt fields."""
+    # Written out: a loop over PROMPT_FIELDS takes three times as long, for every member of every put.
+    return (
+        one.message is other.message
+        and one.prompt_ids is other.prompt_ids
+        and one.data_source is other.data_source
+        and one.reward_model is other.reward_model
+        and one.mm_info is other.mm_info
+        and one.tools is other.tools
+        and one.tool_choice is other.tool_choice
+    )
+
+
+# --- versions, statuses and rewards ----------------------------------------------------------------------
+
+
 def version_spans_of(steps: Sequence[int]) -> VersionSpans:
-    """The model step of every token as runs, for a constructor: `RolloutState(version_spans=version_spans_of(steps))`.
+    """The model step of every token as runs: `RolloutState(version_spans=version_spans_of(steps))`.
 
     >>> version_spans_of([3, 3, 5])
     ((3, 2), (5, 1))
     """
     return tuple((int(step), len(list(run))) for step, run in itertools.groupby(steps))
 
-
-Group: TypeAlias = "tuple[RolloutState, ...]"
 
 _FIRST_OF = (Status.FAILED, Status.EXPIRED, Status.ABORTED, Status.FILTERED, Status.INIT)
 
@@ -248,9 +371,9 @@ def group_status(group: Sequence[RolloutState]) -> Status:
 
 
 def finish_status(finish_reason: str | None) -> Status:
-    """The status that an engine's finish reason stands for, whatever its case.
+    """The status that an engine's finish reason means; upper and lower case do not matter.
 
-    "tool_calls" ends a turn, not a sample: whoever takes it for an ending says so with a status.
+    "tool_calls" ends a turn, not a sample. A loop that ends a sample there sets its status itself.
 
     >>> [str(finish_status(reason)) for reason in ("stop", "LENGTH", "abort", "tool_calls", None)]
     ['completed', 'completed', 'aborted', 'failed', 'failed']
@@ -265,7 +388,7 @@ def finish_status(finish_reason: str | None) -> Status:
 
 
 def versioned_tokens(state: RolloutState) -> int:
-    """How many tokens of a sample carry a version: its response, or else its agent trace."""
+    """The number of tokens that have a version: those of the response, or else of the agent trace."""
     if state.response_ids is not None:
         return len(state.response_ids)
     if state.input_ids is not None:
@@ -276,7 +399,7 @@ def versioned_tokens(state: RolloutState) -> int:
 
 
 def carries_response(state: RolloutState) -> bool:
-    """Whether a sample has anything of a response."""
+    """Whether a sample has a response or an agent trace, even an empty one."""
     return (
         state.response_ids is not None
         or state.response is not None
@@ -286,14 +409,14 @@ def carries_response(state: RolloutState) -> bool:
 
 
 def lacks_tokens(state: RolloutState) -> bool:
-    """Whether there is nothing to train on: no token, and neither a text without tokens nor an agent trace."""
+    """Whether there is nothing to train on: no token, no response as a string without tokens, no agent trace."""
     if state.input_ids is not None or state.labels is not None:
         return False
     return state.response is None if state.response_ids is None else not len(state.response_ids)
 
 
 def group_tokens(group: Sequence[RolloutState]) -> int:
-    """How many generated tokens a group holds."""
+    """The number of generated tokens in a group."""
     return sum(versioned_tokens(state) for state in group)
 
 
@@ -319,7 +442,7 @@ def group_reward(group: Sequence[RolloutState]) -> float | None:
             )
         total += float(score)
     if not math.isfinite(total):
-        raise InvalidGroup(f"the scores of group {group[0].group_id} add up beyond what a number holds")
+        raise InvalidGroup(f"the sum of the scores of group {group[0].group_id} is not finite; use smaller scores")
     return total / len(group)
 
 
@@ -327,285 +450,6 @@ def _is_finite(value: object) -> bool:
     if isinstance(value, (float, floating, int, integer)):
         try:
             return math.isfinite(value)
-        except OverflowError:  # a whole number that no float holds
+        except OverflowError:  # an integer that no float can represent
             return False
     return False
-
-
-def reset_response(state: RolloutState) -> RolloutState:
-    """A copy with the prompt as it was issued, ready to be generated again; identity, status and tries stay.
-
-    Everything that an agent loop added or changed is gone, `loop_state` included; `tokens` becomes a copy of
-    `prompt_ids`. Lists and dicts are shared with `state`.
-    """
-    fresh = state.__copy__()
-    issued = state.issued
-    if issued is not None:
-        for name in ISSUED_FIELDS:
-            setattr(fresh, name, getattr(issued, name))
-        fresh.issued = None
-    prompt_ids = fresh.prompt_ids
-    fresh.tokens = None if prompt_ids is None else prompt_ids.copy()
-    fresh.response = None
-    fresh.response_ids = None
-    fresh.logprobs = None
-    fresh.response_mask = None
-    fresh.version_spans = ()
-    fresh.finish_reason = None
-    fresh.tool_calls = None
-    fresh.routed_experts = None
-    fresh.input_ids = None
-    fresh.labels = None
-    fresh.reward = None
-    fresh.error_msg = None
-    fresh.unjudged = False
-    fresh.loop_state = None
-    fresh.seq_staleness = 0
-    fresh.segment = 0
-    return fresh
-
-
-# --- sizes --------------------------------------------------------------------------------------------
-
-
-def freeze_arrays(group: Sequence[RolloutState]) -> None:
-    """Make the token columns of a group read-only where they are numpy arrays."""
-    prompt_ids = None
-    for state in group:
-        if state.prompt_ids is not prompt_ids:  # members share their prompt
-            prompt_ids = state.prompt_ids
-            if isinstance(prompt_ids, ndarray):
-                prompt_ids.setflags(write=False)
-        columns = (state.response_ids, state.logprobs, state.response_mask, state.tokens, state.input_ids, state.labels)
-        for column in columns:
-            if column is not None and type(column) is not list:
-                column.setflags(write=False)  # type: ignore[union-attr]
-
-
-def group_bytes(group: Sequence[RolloutState]) -> int:
-    """The size of a group: array buffers, 8 per list item or number, and text as UTF-8.
-
-    Prompt fields that members share (the same object) count once: the prompt is stored once for a group, and what an
-    agent loop changed of it counts as the difference. So does the value of a reference that was resolved; one that was
-    not is small, whatever it refers to.
-
-    The same pass refuses what no frame can hold: UnsupportedPayload. The codec knows the path (see `intake`).
-    """
-    return group_sizes(group)[0]
-
-
-def group_sizes(group: Sequence[RolloutState]) -> tuple[int, int]:
-    """The size of a group, and what of it is not its prompt's."""
-    size = prompt_size = 0
-    counted: set[Resolved] = set()
-    prompts: list[RolloutState] = []  # as they were issued, each once
-    for state in group:
-        kinds = (type(state.session_id), type(state.sample_params), type(state.tool_calls), type(state.loop_state))
-        if kinds not in _MEMBER_KINDS or type(state.unjudged) is not bool:
-            raise UnsupportedPayload("a field of a sample is of a type that it cannot have")
-        columns = (state.response_ids, state.logprobs, state.response_mask, state.tokens, state.input_ids, state.labels)
-        for column in columns:
-            if column is not None:
-                plain = type(column) is ndarray and column.dtype in CODE_OF
-                size += column.nbytes if plain else _column_bytes(column)  # type: ignore[union-attr]
-        for text in (state.response, state.error_msg):
-            if text is not None:
-                size += len(text) if text.isascii() else _text_bytes(text)
-        if state.finish_reason is not None and not state.finish_reason.isascii():
-            _text_bytes(state.finish_reason)
-        if state.session_id is not None:
-            _value_bytes(state.session_id, counted)  # must be storable, and does not count
-        reward = state.reward
-        if reward is not None:
-            flat = len(reward) == 1 and type(reward.get("score")) is float
-            size += _SCORE_BYTES if flat else _value_bytes(reward, counted)
-        if state.tool_calls:
-            _check_dicts(state.tool_calls)
-        for value in (state.tool_calls, state.routed_experts, state.loop_state):
-            if value is not None:
-                size += _value_bytes(value, counted)
-        prompt = state
-        if state.issued is not None:
-            prompt = state.issued
-            _check_prompt(state)
-            size += _changed_bytes(state, prompt, counted)
-            if any(prompt is other for other in prompts):
-                continue
-        if prompt.extra_fields:
-            prompt_size += _value_bytes(prompt.extra_fields, counted)
-        if not prompts or not shares_prompt(prompt, prompts[0]):
-            _check_prompt(prompt)
-            for name in PROMPT_FIELDS:
-                value = getattr(prompt, name)
-                if value is not None and not any(value is getattr(other, name) for other in prompts):
-                    prompt_size += _column_bytes(value) if name == "prompt_ids" else _value_bytes(value, counted)
-        if state.sample_params is not None and not any(state.sample_params is p.sample_params for p in prompts):
-            _check_sample_params(state.sample_params)
-        prompts.append(prompt)
-    return prompt_size + size, size
-
-
-_NONE = type(None)
-_MEMBER_KINDS = frozenset(product((int, str, _NONE), (SampleParams, _NONE), (list, _NONE), (dict, _NONE)))
-_PROMPT_KINDS = frozenset(product((list,), (dict, _NONE), (dict, _NONE), (list, _NONE)))
-_DICTS = frozenset((dict,))
-
-
-def _check_prompt(state: RolloutState) -> None:
-    kinds = (type(state.message), type(state.mm_info), type(state.reward_model), type(state.tools))
-    if kinds not in _PROMPT_KINDS:
-        raise UnsupportedPayload("a field of a prompt is of a type that it cannot have")
-    _check_dicts(state.message)
-    _check_dicts(state.tools or ())
-
-
-def _check_dicts(items: Sequence[Any]) -> None:
-    if not _DICTS.issuperset(map(type, items)):
-        raise UnsupportedPayload("a list of dicts has an item that is none")
-
-
-def _check_sample_params(params: SampleParams) -> None:
-    try:
-        msgspec.convert(msgspec.to_builtins(params), SampleParams)
-    except (msgspec.ValidationError, TypeError) as error:
-        raise UnsupportedPayload(f"sample_params: {error}") from None
-
-
-def shares_prompt(one: RolloutState, other: RolloutState) -> bool:
-    """Whether two samples have the very same objects in their prompt fields."""
-    return (
-        one.message is other.message
-        and one.prompt_ids is other.prompt_ids
-        and one.mm_info is other.mm_info
-        and one.reward_model is other.reward_model
-        and one.data_source is other.data_source
-        and one.tools is other.tools
-        and one.tool_choice is other.tool_choice
-    )
-
-
-PROMPT_FIELDS = ("message", "prompt_ids", "mm_info", "reward_model", "data_source", "tools", "tool_choice")
-ISSUED_FIELDS = (*PROMPT_FIELDS, "session_id", "sample_params", "extra_fields")
-"""What a sample is issued with: a reset returns to it."""
-_SCORE_BYTES = len("score") + 8
-
-
-def _changed_bytes(state: RolloutState, issued: RolloutState, counted: set[Resolved]) -> int:
-    """The size of what differs from the prompt as issued; what did not change is the same object (see `issued`)."""
-    size = 0
-    for name in ISSUED_FIELDS:
-        value, before = getattr(state, name), getattr(issued, name)
-        if value is before or name == "sample_params":
-            continue
-        if type(value) is type(before) is list:
-            value = value[common_prefix(value, before) :]
-        elif type(value) is type(before) is dict:
-            value = {key: item for key, item in value.items() if key not in before or item is not before[key]}
-        size += _value_bytes(value, counted)
-    return size
-
-
-def common_prefix(items: Sequence[Any], before: Sequence[Any]) -> int:
-    """How many items two sequences begin with that are the same objects."""
-    pairs = zip(items, before, strict=False)
-    return next((i for i, (item, old) in enumerate(pairs) if item is not old), min(len(items), len(before)))
-
-
-def _text_bytes(text: str) -> int:
-    if text.isascii():
-        return len(text)
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError as error:
-        raise UnsupportedPayload(f"a text is not valid Unicode: {error}") from None
-
-
-def _column_bytes(column: Any) -> int:
-    """The size of a token column."""
-    kind = type(column)
-    if kind is ndarray:
-        if dtype_name(column.dtype) is None:
-            raise UnsupportedPayload(f"an array of {column.dtype} is not plain data")
-        return int(column.nbytes)
-    if kind is not list or not _are_numbers(column):
-        raise UnsupportedPayload("a token column is neither a numpy array nor a list of numbers")
-    return 8 * len(column)
-
-
-def _are_numbers(items: Sequence[Any]) -> bool:
-    """Whether all items are numbers that a frame can hold."""
-    try:
-        # A third of the time that looking at each type takes. Numbers beyond 64 bits that cancel out pass.
-        total = sum(items)
-    except Exception:
-        return False
-    if type(total) in _NUMBERS and abs(total) < _SURELY_SMALL:
-        return True
-    return all(type(item) in _NUMBERS and (type(item) is not int or _is_small(item)) for item in items)
-
-
-def _is_small(number: int) -> bool:
-    """Whether an integer fits into 64 bits."""
-    return -(2**63) <= number < 2**64
-
-
-def _value_bytes(value: Any, counted: set[Resolved], *, inside_reference: bool = False) -> int:
-    # Level by level instead of recursion: user data may be nested deeper than Python recurses. Numbers and texts, which
-    # are nearly everything, are counted in place.
-    size = 0
-    level = [value]
-    depth = 0
-    while level:
-        deeper: list[Any] = []
-        for value in level:
-            kind = type(value)
-            if kind is dict:
-                if not _TEXTS.issuperset(map(type, value)):
-                    raise UnsupportedPayload("a dict has a key that is no text")
-                items: Sequence[Any] = [*value, *value.values()]
-            elif kind is list or kind is tuple:
-                if set(map(type, value)) <= _NUMBERS and _are_numbers(value):
-                    size += 8 * len(value)
-                    continue
-                size += 8 * sum(type(item) not in _NUMBERS for item in value)
-                items = value
-            else:
-                items = (value,)
-            for item in items:
-                kind = type(item)
-                if kind in _NUMBERS:
-                    if kind is int and not _is_small(item):
-                        raise UnsupportedPayload("an integer has more than 64 bits")
-                    size += 8
-                elif kind is str:
-                    size += _text_bytes(item)
-                elif kind in _CONTAINERS:
-                    deeper.append(item)
-                elif kind is bytes:
-                    size += len(item)
-                elif kind is ndarray:
-                    if (item.dtype not in CODE_OF and dtype_name(item.dtype) is None) or item.ndim > MAX_DIMENSIONS:
-                        raise UnsupportedPayload(f"an array of {item.dtype}, {item.ndim} dimensions, is not plain data")
-                    size += item.nbytes
-                elif kind is Resolved or is_reference(item):
-                    if inside_reference:
-                        raise UnsupportedPayload("a reference inside the value of another")
-                    size += REFERENCE_BYTES
-                    if kind is Resolved and item not in counted:
-                        counted.add(item)
-                        size += _value_bytes(item.value, counted, inside_reference=True)
-                elif item is not None:
-                    raise UnsupportedPayload(f"a {kind.__module__}.{kind.__qualname__} is not plain data")
-        level = deeper
-        depth += 1
-        if level and depth >= MAX_DEPTH:
-            raise UnsupportedPayload(f"nested deeper than {MAX_DEPTH} levels")
-    return size
-
-
-MAX_DEPTH = 64
-MAX_DIMENSIONS = 8
-_NUMBERS = frozenset((int, float, bool))
-_TEXTS = frozenset((str,))
-_CONTAINERS = frozenset((dict, list, tuple))
-_SURELY_SMALL = 2**53

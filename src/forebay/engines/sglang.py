@@ -1,4 +1,4 @@
-"""SGLang: all that is needed is there by default."""
+"""The control of an SGLang server. It needs no special settings of the server."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class _ModelInfo(msgspec.Struct):
 
 
 class SGLangControl(EngineControl):
-    """An SGLang server. It is idle when its scheduler agrees to drop the prefix cache, so `idle` costs that cache."""
+    """Controls an SGLang server. Its scheduler drops the prefix cache only when idle, so `idle` costs that cache."""
 
     async def _hold(self) -> None:
-        # Its own counts leave out a request that has just begun; the scheduler, which drops the cache, does not. An
-        # update then holds back requests that arrive.
+        # The counts that it publishes leave out a request that has just begun; the scheduler, which drops the cache,
+        # knows it. The update itself holds back new requests.
         path, seconds = "/flush_cache", f"{self.idle_timeout_s:g}"
         response = await self._post(path, timeout_s=self.idle_timeout_s + 10, params={"timeout": seconds})
         if not response.is_success:
             raise self._busy()
 
     async def _release(self) -> None:
-        """Nothing: it is held only while it loads."""
+        """Nothing to do: the server is held only while it loads."""
 
     async def _load_weights(self, directory: Path, version: str) -> None:
         path, body = "/update_weights_from_disk", {"model_path": str(directory), "weight_version": version}
@@ -57,10 +57,10 @@ class SGLangControl(EngineControl):
         return {f"rank {number}": rank.checksums for number, rank in enumerate(ranks)}
 
     async def _drop_cache(self) -> None:
-        """Nothing: an update that succeeds has dropped it, and one that could not is refused."""
+        """Nothing to do: a successful update has dropped it."""
 
     async def _set_version(self, version: str) -> None:
-        """Nothing: it came with the weights."""
+        """Nothing to do: it was set together with the weights."""
 
     async def _started_with(self) -> Path | None:
         info = await self._get("/model_info")

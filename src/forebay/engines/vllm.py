@@ -1,4 +1,4 @@
-"""vLLM: needs VLLM_SERVER_DEV_MODE=1, without which it has no way to load weights over HTTP."""
+"""The control of a vLLM server, which needs VLLM_SERVER_DEV_MODE=1 to load weights over HTTP."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from forebay.agent_loop.gate import EngineGone, Unreachable
+from forebay.agent_loop.monitor import EngineGone, Unreachable
 from forebay.agent_loop.server import until_idle
 from forebay.engines.control import EngineControl
 from forebay.engines.weights import Checksums
@@ -38,14 +38,14 @@ class _Models(msgspec.Struct):
 
 
 class VLLMControl(EngineControl):
-    """A vLLM server. While weights are loaded it is paused, and requests of others wait."""
+    """Controls a vLLM server. The server is paused while weights are loaded, and requests of other clients wait."""
 
     async def idle(self) -> None:
-        """See `EngineControl.idle`. A server without its developer mode is asked for its gauges instead."""
+        """See `EngineControl.idle`. Without the developer mode, the server's gauges are read instead."""
         try:
             pausable = await self._get("/is_paused") is not None
         except Unreachable:
-            pausable = True  # which then says so
+            pausable = True  # the pause then raises
         if pausable:
             await super().idle()
             return
@@ -57,7 +57,7 @@ class VLLMControl(EngineControl):
 
     async def _hold(self) -> None:
         path = "/pause"
-        # It answers when what runs has ended; requests whose clients are gone end at once.
+        # It answers when all running requests have ended; requests whose clients are gone end at once.
         params = {"mode": "wait", "clear_cache": "false"}
         try:
             response = await self._post(path, timeout_s=self.idle_timeout_s, params=params)
@@ -77,7 +77,7 @@ class VLLMControl(EngineControl):
         path, body = "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         response = await self._post(path, body, timeout_s=self.load_timeout_s)
         if response.status_code == 500:
-            # After an error it has no weights at all, and the first good load can fail with the same words.
+            # After a failed load it has no weights at all, and the next load can fail with the same error once.
             response = await self._post(path, body, timeout_s=self.load_timeout_s)
         self._read(path, response, _Results)
 
@@ -89,7 +89,7 @@ class VLLMControl(EngineControl):
     async def _drop_cache(self) -> None:
         path = "/reset_prefix_cache"
         if not self._read(path, await self._post(path), _Success).success:
-            raise EngineError(f"{self.url} did not drop its prefix cache: requests are running on it")
+            raise EngineError(f"{self.url} did not drop its prefix cache because requests are running")
 
     async def _set_version(self, version: str) -> None:
         path = "/update_weight_version"
@@ -97,12 +97,12 @@ class VLLMControl(EngineControl):
 
     async def _started_with(self) -> Path | None:
         if await self.version() != "default":
-            return None  # somebody has loaded others since
+            return None  # other weights were loaded since
         models = msgspec.json.decode(await self._get("/v1/models") or b'{"data":[]}', type=_Models)
         return Path(models.data[0].root) if models.data else None
 
     def _hint(self, status: int) -> str:
-        return "; start vLLM with VLLM_SERVER_DEV_MODE=1, which opens these paths" if status == 404 else ""
+        return "; start vLLM with VLLM_SERVER_DEV_MODE=1, which enables this path" if status == 404 else ""
 
 
 def _by_rank(checksums: dict[str, str]) -> Checksums:

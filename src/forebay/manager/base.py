@@ -19,7 +19,7 @@ from forebay.core.aio import in_thread, see_through
 from forebay.core.ledger import Clock, LedgerLine
 from forebay.core.rollout import Status
 from forebay.core.staleness import staleness
-from forebay.core.validate import whole_number
+from forebay.core.validate import positive_seconds, whole_number
 from forebay.errors import (
     BufferClosed,
     DamagedData,
@@ -36,7 +36,7 @@ from forebay.manager.schedule import ProduceProgress
 from forebay.manager.task import Task, check_tasks
 from forebay.produce.inflight import Steps
 from forebay.produce.plan import over_issue
-from forebay.produce.settings import backoff_s, positive_seconds
+from forebay.produce.settings import backoff_s
 from forebay.produce.stats import Figures, quantile
 from forebay.produce.strategy import too_many_rejections
 
@@ -431,7 +431,7 @@ class Manager:
 
     async def _compare_data(self, manifest: Manifest) -> None:
         """ChangedDataset if a task has another data set than when it was saved."""
-        from forebay.codec.frame import decode_account  # imported here, as the buffer does
+        from forebay.codec.records import decode_account  # imported here, as the buffer does
 
         for name, task in self.tasks.items():
             if name in manifest.accounts:

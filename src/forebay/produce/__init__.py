@@ -1,4 +1,4 @@
-"""How a batch is produced: strategies, what is under way, judging, and the numbers of it all."""
+"""How a batch is produced: strategies, groups in flight, judging, and statistics."""
 
 from forebay.produce.evaluate import Evaluation, evaluate
 from forebay.produce.filters import on_loop, reject_truncated, reject_zero_std

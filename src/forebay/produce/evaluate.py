@@ -1,9 +1,9 @@
-"""Evaluation: every record of a data set once, and failures as failures.
+"""Evaluation: every record of a data set once, with failures reported as failures.
 
-A training batch replaces a group that fails by another prompt. An evaluation must not: its score would be over another
-set of questions each time. `evaluate` therefore draws exactly one epoch, into a buffer that exists for this call only,
-and returns one group for each record, in the order of the data set; a group that could not be answered or judged is
-FAILED, with its error. Nothing of it meets the groups of training.
+In a training batch another prompt replaces a group that fails. In an evaluation the score would then be over different
+questions each time. `evaluate` therefore draws exactly one epoch, into a buffer that exists for this call only, and
+returns one group for each record, in the order of the data set. A group that could not be generated or judged is FAILED
+and has its error. Evaluation groups never mix with training groups.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from forebay.produce.judge import GroupReward, Judge, SampleReward
 from forebay.produce.progress import Progress, default_progress
 from forebay.produce.settings import Budgets, Timeouts
 from forebay.produce.stats import Outcome
+from forebay.prompts.map_style import MapSource
 from forebay.prompts.sampler import Sampler
-from forebay.prompts.sources import MapSource
 
 __all__ = ["Evaluation", "evaluate"]
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """One group for each record, in the order of the data set; those that failed are FAILED and carry `error_msg`."""
+    """One group for each record, in the order of the data set; a group that failed is FAILED and has `error_msg`."""
 
     model_step: int
     groups: list[list[RolloutState]]
@@ -72,10 +72,10 @@ async def evaluate(
     timeouts: Timeouts | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Answer and judge every record of a sampler's data set once, with the weights of `model_step`.
+    """Generate and judge every record of a sampler's data set once, with the weights of `model_step`.
 
-    Use it while training is paused, or with an agent loop of its own. A loop that is paused is resumed meanwhile.
-    `max_in_flight`: groups at a time; by default all of them.
+    Use it while training is paused, or with a separate agent loop. A paused loop is resumed for the evaluation.
+    `max_in_flight`: the maximum number of concurrent groups; by default all of them.
     """
     if not isinstance(agent_loop, AgentLoop):
         raise InvalidInput(f"agent_loop is {agent_loop!r:.80}; expected an AgentLoop")
@@ -83,7 +83,7 @@ async def evaluate(
         raise InvalidInput(f"sampler is {sampler!r:.80}; expected a Sampler")
     source = sampler.source
     if not isinstance(source, MapSource):
-        raise InvalidDataset("an iterable loader has no set of records that is the same each time; expected a data set")
+        raise InvalidDataset("an iterable loader cannot be evaluated: its records are not fixed; expected a data set")
     whole_number("model_step", model_step, least=0)
     records, clock = len(sampler), asyncio.get_running_loop().time
     most = records if max_in_flight is None else whole_number("max_in_flight", max_in_flight, least=1)
@@ -139,7 +139,7 @@ async def evaluate(
             await buffer.close()
     groups = {source.index(group_id): group for group_id, group in ended.items()}
     missing = (index for index in range(records) if index not in groups)
-    groups |= {index: [_bad_record(index)] for index in missing}  # those that `skip_bad_records` skipped
+    groups |= {index: [_bad_record(index)] for index in missing}  # skipped by `skip_bad_records`
     return Evaluation(
         model_step=model_step, groups=[groups[index] for index in range(records)], seconds=clock() - began
     )

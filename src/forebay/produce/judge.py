@@ -1,10 +1,10 @@
-"""Judging results: reward, then filter.
+"""`Judge`: rewards results, then filters them.
 
-Rewards are of a sample, or of a whole group; both, and filters, may be async. Plain functions run in threads of their
-own, so that a slow one does not hold the event loop, unless `on_loop` declares them cheap. A sample is rewarded once:
-members kept from an earlier attempt keep their reward. A group reward is computed when the whole group is there, each
-time again. Filters see finished groups only. `judge` changes no status but FILTERED: a function that raises may be a
-service that is away, and the caller repeats the call until it gives up.
+Rewards are computed per sample or per group; rewards and filters may be async. Plain functions run in dedicated
+threads, so that a slow one does not block the event loop, unless `on_loop` declares them cheap. A sample is rewarded
+once: members kept from an earlier attempt keep their reward. A group reward is computed again for every attempt, when
+the group is complete. Filters see complete groups only. `judge` sets no status but FILTERED and does not retry: a
+function that raises may depend on an unreachable service, and the caller repeats the call until it gives up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from forebay.core.aio import Pool, see_through, start_thread
+from forebay.core.aio import Pool, run_user_code, start_thread
 from forebay.core.rollout import RolloutState, Status, group_reward
 from forebay.core.validate import whole_number
 from forebay.errors import InvalidConfig, InvalidInput
@@ -33,14 +33,14 @@ Score: TypeAlias = "float | dict[str, Any] | None"
 SampleReward: TypeAlias = Callable[[RolloutState], "Score | Awaitable[Score]"]
 GroupReward: TypeAlias = Callable[[list[RolloutState]], "Sequence[Score] | Awaitable[Sequence[Score]] | None"]
 
-_LONG_HOLD_S = 0.05
+_LONG_CALL_S = 0.05
 
 
 class Judged(NamedTuple):
-    """How judging went. `error`: what raised, or was wrong with a score or verdict.
+    """The result of judging. `error`: the exception, or the problem with a score or verdict.
 
-    `passing`: it may be an outage, so judging can be repeated. `rewarded`: the rewards were given, and something behind
-    them failed. `rejected`: the reason of a filter.
+    `passing`: it may be an outage, so judging can be repeated. `rewarded`: the rewards were given, and a later step
+    failed. `rejected`: the reason of a filter.
     """
 
     error: str | None = None
@@ -50,9 +50,9 @@ class Judged(NamedTuple):
 
 
 class Judge:
-    """How results are judged. Nothing set: everything is kept, with the rewards that the agent loop gave.
+    """Rewards and filters results. By default every group is kept, with the rewards that the agent loop gave.
 
-    `concurrency`: how many calls of rewards and filters run at a time.
+    `concurrency`: the maximum number of concurrent calls of rewards and filters.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class Judge:
         concurrency: int = 64,
     ) -> None:
         if reward_fn is not None and group_reward_fn is not None:
-            raise InvalidConfig("reward_fn and group_reward_fn are both given; expected one of them")
+            raise InvalidConfig("reward_fn and group_reward_fn are both set; expected one of them")
         for function in (reward_fn, group_reward_fn, *filters):
             if function is not None and not callable(function):
-                raise InvalidConfig(f"{function!r:.80} is no function; expected one that judges samples or groups")
+                raise InvalidConfig(f"{function!r:.80} is not a function; expected one that judges samples or groups")
         self.reward_fn = reward_fn
         self.group_reward_fn = group_reward_fn
         self.filters = tuple(filters)
@@ -79,17 +79,17 @@ class Judge:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether there are no rewards and no filters."""
         return self.reward_fn is None and self.group_reward_fn is None and not self.filters
 
     async def judge(self, members: list[RolloutState], *, keep_rejected: bool = False) -> Judged:
-        """Reward the finished members, and filter the group if it is complete.
+        """Reward the COMPLETED members, and filter the group if it is complete.
 
-        Members that are rejected become FILTERED, unless `keep_rejected`.
+        Rejected members become FILTERED, unless `keep_rejected`.
         """
         error = await self._reward(members)
         if error is not None:
-            return Judged(_text(error, "the reward raised "), passing=not isinstance(error, InvalidInput))
+            return Judged(f"the reward raised {_describe(error)}", passing=not isinstance(error, InvalidInput))
         if not all(state.status is Status.COMPLETED for state in members):
             return Judged()
         try:
@@ -97,14 +97,14 @@ class Judge:
                 await self._reward_group(self.group_reward_fn, members)
             rejected = await self._rejected(members)
         except Exception as raised:
-            return Judged(_text(raised), passing=not isinstance(raised, InvalidInput), rewarded=True)
+            return Judged(_describe(raised), passing=not isinstance(raised, InvalidInput), rewarded=True)
         if rejected is not None and not keep_rejected:
             for state in members:
                 state.status, state.error_msg = Status.FILTERED, rejected
         return Judged(rejected=rejected)
 
     async def _reward(self, members: Sequence[RolloutState]) -> Exception | None:
-        """Give the rewards that are missing; the last error, one that no retry can help before others."""
+        """Compute the missing rewards. Returns the last error, preferring one that a retry cannot fix."""
         function = self.reward_fn
         if function is None:
             return None
@@ -129,20 +129,20 @@ class Judge:
         return failed
 
     async def _reward_group(self, reward: GroupReward, members: list[RolloutState]) -> None:
-        given = await self._result(reward, list(members))  # a list of its own: the group is not to lose members here
+        given = await self._result(reward, list(members))  # a copy, so that the function cannot remove members
         if given is None:
             return
         if len(given) != len(members):
             raise InvalidInput(
-                f"group_reward_fn gave {len(given)} rewards for {len(members)} members; the numbers must match"
+                f"group_reward_fn returned {len(given)} rewards for {len(members)} members; the numbers must match"
             )
         rewards = [_as_reward(score) for score in given]
         before = [state.reward for state in members]
-        _give(members, rewards)
+        _set_rewards(members, rewards)
         try:
-            group_reward(members)  # refuses scores that are no numbers
+            group_reward(members)  # refuses scores that are not numbers
         except Exception:
-            _give(members, before)  # the responses are kept, and could not be stored with these
+            _set_rewards(members, before)  # samples with invalid rewards could not be stored
             raise
 
     async def _rejected(self, members: list[RolloutState]) -> str | None:
@@ -153,14 +153,14 @@ class Judge:
             if verdict is True:
                 continue
             if verdict is not False and not isinstance(verdict, str):
-                raise InvalidInput(f"a filter answered {verdict!r:.80}; expected True, False or a reason")
+                raise InvalidInput(f"a filter returned {verdict!r:.80}; expected True, False or a reason")
             return verdict or "filtered"
         return None
 
-    # --- functions of the user ------------------------------------------------------------------------
+    # --- calls of user functions ----------------------------------------------------------------------
 
     async def _result(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """What a function of the user returns: awaited if it can be, called in a thread unless it is async or cheap."""
+        """The result of a user function: called in a thread unless it is async or cheap, and awaited if necessary."""
         if is_cheap(function):
             result = self._called(function, argument)
             if isinstance(result, Exception):
@@ -173,9 +173,9 @@ class Judge:
             return await result if inspect.isawaitable(result) else result
 
     async def _in_thread(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """The result of a call in a thread. A cancel leaves it behind; whoever asks the same again waits for that call.
+        """The result of a call in a thread. A cancel leaves the call behind; a repeated call waits for the first one.
 
-        So a reward that hangs takes one thread, however often its group is judged.
+        So a reward that hangs occupies one thread, however often its group is judged.
         """
         key = _key(function, argument)
         calling = self._calls.get(key)
@@ -197,13 +197,13 @@ class Judge:
         except Exception as error:
             return error
         finally:
-            held_s = time.perf_counter() - began
-            if held_s > _LONG_HOLD_S and id(function) not in self._warned:
+            seconds = time.perf_counter() - began
+            if seconds > _LONG_CALL_S and id(function) not in self._warned:
                 self._warned.add(id(function))
                 log.warning(
-                    "loop_held function=%s seconds=%.3f: it is declared cheap with on_loop, but holds the event loop; "
+                    "loop_held function=%s seconds=%.3f: on_loop declares it cheap, but it blocks the event loop; "
                     "without on_loop it runs in a thread",
-                    getattr(function, "__qualname__", function), held_s,
+                    getattr(function, "__qualname__", function), seconds,
                 )  # fmt: skip
 
     def _slot(self) -> asyncio.Semaphore:
@@ -214,14 +214,14 @@ class Judge:
 
 
 def set_aside(members: Sequence[RolloutState]) -> None:
-    """Judging was stopped from outside: finished members wait for it, and spend nothing."""
+    """Judging was stopped by a pause or a cancel: answered members are judged on their retry, and spend no try."""
     for state in members:
         if is_answered(state):
             leave_unjudged(state)
 
 
 def fail_judging(members: Sequence[RolloutState], judged: Judged, max_tries: int) -> str:
-    """Judging was given up: members that are not judged spend a try, and wait for the next. The error."""
+    """Judging was given up: members that are not judged spend a try and wait for a retry. Returns the error."""
     error = judged.error or "it could not be judged"
     for state in members:
         if is_answered(state) and (judged.rewarded or state.reward is None):
@@ -234,22 +234,22 @@ def fail_judging(members: Sequence[RolloutState], judged: Judged, max_tries: int
 
 
 def _key(function: Callable[[Any], Any], argument: Any) -> Any:
-    """What makes two calls the same: the function, and the answers that it judges."""
+    """Identifies a call: the function, and the answers that it judges."""
     states = argument if isinstance(argument, list) else [argument]
-    return id(function), isinstance(argument, list), tuple(_answer(state) for state in states)
+    return id(function), isinstance(argument, list), tuple(_answer_key(state) for state in states)
 
 
-def _answer(state: RolloutState) -> Any:
+def _answer_key(state: RolloutState) -> Any:
     if state.rollout_id is None or state.response is None:
         return id(state)
     return state.task_name, state.rollout_id, state.segment, state.response
 
 
-def _text(error: Exception, prefix: str = "") -> str:
-    return f"{prefix}{type(error).__name__}: {error}"
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
-def _give(members: Sequence[RolloutState], rewards: Sequence[dict[str, Any] | None]) -> None:
+def _set_rewards(members: Sequence[RolloutState], rewards: Sequence[dict[str, Any] | None]) -> None:
     for state, reward in zip(members, rewards, strict=True):
         state.reward = reward
 
@@ -267,26 +267,12 @@ def _as_reward(score: Any) -> dict[str, Any] | None:
 
 
 async def _all_ended(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of calls, or the exceptions that they raised; none is left behind by a cancel."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    if not tasks:
-        return []
-    try:
-        await asyncio.wait(tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        # A further cancel waits, too: a reward that still runs must not see its sample change hands.
-        cancelled = await see_through(asyncio.gather(*tasks, return_exceptions=True))
-        if cancelled is not None:
-            raise cancelled
-    return [_outcome(task) for task in tasks]
+    """The results of calls, or the exceptions that they raised.
 
-
-def _outcome(task: asyncio.Task[Any]) -> Any:
-    if task.cancelled():
-        return InvalidInput("it cancelled itself")
-    error = task.exception()
-    if error is not None and not isinstance(error, Exception):
-        raise error
-    return error or task.result()
+    A cancel waits for all calls: a sample must not be used again while a reward function still has it.
+    """
+    ended = await run_user_code(asyncio.gather(*calls, return_exceptions=True))
+    if ended.cancelled is not None:
+        raise ended.cancelled
+    results = ended.future.result()
+    return [InvalidInput("it cancelled itself") if isinstance(r, asyncio.CancelledError) else r for r in results]

@@ -1,11 +1,12 @@
-"""What becomes of the members of a group around one attempt to generate them. Pure.
+"""The members of a group before and after one attempt to generate them. Pure.
 
-Before: `prepare` makes what the agent loop gets. After: `collect` holds what it returned against what was issued,
-member by member, so that one bad answer costs that member and not its siblings; `settle_tries` counts the failures.
+Before an attempt, `prepare` makes the members that the agent loop gets. Afterwards, `collect` compares the members that
+it returned with those that were issued, one by one, so that one bad answer costs that member only; `settle_tries`
+counts the failures.
 
-The status decides what a member is, never its finish reason. COMPLETED members are kept as they are. A member that is
-`unjudged` is answered, too: it waits only for its reward. Only an ABORTED one with a response may be continued; every
-other starts from its prompt as issued, whatever it carries. The samples of one rollout (its segments) share one fate.
+The status decides, never the finish reason. COMPLETED members are kept unchanged. An `unjudged` member is answered,
+too: only its reward is missing. Only an ABORTED member with a response may be continued; all others start from their
+prompt as issued, whatever they contain. The samples of one rollout (its segments) are treated as one.
 """
 
 from __future__ import annotations
@@ -44,22 +45,22 @@ __all__ = [
 
 
 def is_answered(state: RolloutState) -> bool:
-    """Whether nothing of a sample is left to generate."""
+    """Whether a sample is completely generated."""
     return state.status is Status.COMPLETED or (state.status is Status.ABORTED and state.unjudged)
 
 
 def leave_unjudged(state: RolloutState) -> None:
-    """Keep an answered sample for judging on its retry: drawn again like a stopped one, never generated again."""
+    """Keep an answered sample for judging on its retry: it is drawn again as ABORTED, and not generated again."""
     state.status, state.unjudged = Status.ABORTED, True
 
 
 def untrusted_responses(group: Sequence[RolloutState]) -> int:
-    """How many members carry a response that nobody generated for them: those start from their prompt."""
+    """The number of members with a response that was not generated for them; they start from their prompt."""
     return sum(state.status in (Status.INIT, Status.EXPIRED) and carries_response(state) for state in group)
 
 
 def prepare(group: Sequence[RolloutState], *, partial: bool) -> tuple[list[RolloutState], list[RolloutState]]:
-    """What was issued, to be kept as it is, and the members for the agent loop, which are its own."""
+    """The members as issued, which must not be changed, and copies for the agent loop."""
     issued: list[RolloutState] = []
     for samples in _rollouts(group):
         if all(is_answered(state) for state in samples):
@@ -96,8 +97,8 @@ def collect(
 ) -> list[RolloutState]:
     """The members after an attempt, each COMPLETED, ABORTED, FILTERED or FAILED with its error.
 
-    `missing`: why there is no answer for members that were not returned or have no status; None is the agent loop's
-    own fault. `stopped`: the attempt was stopped from outside, which is nobody's fault: those are ABORTED as they were.
+    `missing`: the error of members that were not returned or have no status; by default the agent loop is at fault.
+    `stopped`: the attempt was stopped from outside, so that missing members are ABORTED as they were and not FAILED.
     """
     answers: dict[int | None, list[RolloutState]] = {}
     for state in returned if isinstance(returned, (list, tuple)) else ():
@@ -108,7 +109,7 @@ def collect(
     for prompts in _rollouts(issued):
         given = answers.get(prompts[0].rollout_id, ())
         if all(prompt.status is Status.COMPLETED for prompt in prompts):
-            members += prompts  # kept as they were: the loop had nothing to do with them
+            members += prompts  # unchanged: the loop had nothing to generate
         elif stopped and not given:
             members.append(_stopped(prompts[0].__copy__(), prompts[0], partial))
         else:
@@ -130,18 +131,18 @@ def _answered(
             _keep_prompt(answer, prompt)
         answer.num_tries, answer.issued, answer.unjudged = prompt.num_tries, prompt.issued, False
         if prompt.version_spans and not answer.version_spans and _continues(answer, prompt):
-            answer.version_spans = prompt.version_spans  # built by the loop, with tokens of older weights in front
+            answer.version_spans = prompt.version_spans  # a new sample that begins with the tokens of older weights
     failed = next((answer for answer in answers if answer.status is Status.FAILED), None)
     if failed is not None:
         return [failed_member(prompt, failed.error_msg or f"the engine ended with {failed.finish_reason!r}")]
     if any(answer.status is Status.ABORTED for answer in answers):
-        # Segments collapse to the one that was issued: half a trace cannot be continued.
+        # Several segments are replaced by the prompt: an incomplete trace cannot be continued.
         return [_stopped(answers[0] if len(answers) == 1 else None, prompt, partial)]
     return list(answers)
 
 
 def _stopped(kept: RolloutState | None, prompt: RolloutState, partial: bool) -> RolloutState:
-    """A member that has to be drawn again, with the tokens that it has if it can continue from them."""
+    """A member that has to be drawn again, with its tokens if it can be continued."""
     if kept is None or not partial or not carries_response(kept):
         kept = reset_response(prompt)
     kept.status = Status.ABORTED
@@ -149,9 +150,9 @@ def _stopped(kept: RolloutState | None, prompt: RolloutState, partial: bool) -> 
 
 
 def _keep_prompt(answer: RolloutState, prompt: RolloutState) -> None:
-    """What a sample that the loop built itself lacks of its prompt: rewards and trainers look for it there.
+    """Copy the missing prompt fields into a sample that the loop created: rewards and trainers need them.
 
-    One that the loop was given has all of it; what is not there was taken out.
+    Not for samples that the loop was given: fields that they lack were removed on purpose.
     """
     for name in (*PROMPT_FIELDS, "sample_params", "session_id"):
         if getattr(answer, name) is None:
@@ -161,18 +162,18 @@ def _keep_prompt(answer: RolloutState, prompt: RolloutState) -> None:
 
 
 def _continues(answer: RolloutState, prompt: RolloutState) -> bool:
-    """Whether a response begins with the tokens that there were before."""
+    """Whether a response begins with the earlier tokens."""
     before, after = prompt.response_ids, answer.response_ids
     return before is not None and after is not None and list(after[: len(before)]) == list(before)
 
 
 def _is_sound(answers: Sequence[RolloutState], prompt: RolloutState) -> bool:
-    """Whether nothing is wrong with any answer, looked at together: that is cheaper, and nearly always so."""
+    """Whether all answers are valid. One check for all of them is cheaper, and nearly always succeeds."""
     return bool(answers) and _problem(prompt, answers) is None
 
 
 def _problem(prompt: RolloutState, answers: Sequence[RolloutState]) -> str | None:
-    """What is wrong with the answers to one member, or None."""
+    """The problem with the answers to one member, or None."""
     if not answers:
         return "the agent loop did not return it"
     try:
@@ -185,7 +186,7 @@ def _problem(prompt: RolloutState, answers: Sequence[RolloutState]) -> str | Non
             if answer.status not in _STATUSES:
                 raise InvalidGroup(f"the agent loop returned it as {answer.status}")
             if answer.status is Status.COMPLETED and lacks_tokens(answer):
-                raise InvalidGroup("the agent loop returned it as completed, but without a token")
+                raise InvalidGroup("the agent loop returned it as completed, but without tokens")
             if answer.reward is not None:
                 group_reward((answer,))
         check_group(answers, prompt.task_name or "")
@@ -205,10 +206,10 @@ def settle_tries(
     spend: bool = True,
     aborted: str | None = None,
 ) -> str | None:
-    """Count a try for every member that failed; back to ABORTED while it has tries left. The last error, if any.
+    """Count a try for every member that failed; with tries left it becomes ABORTED. Returns the last error, if any.
 
-    Not `spend`: it was stopped from outside, which costs nothing. `aborted`: why members that were interrupted spend a
-    try as well; they keep what they have.
+    `spend=False`: the attempt was stopped from outside, which costs no try. `aborted`: the error of interrupted members
+    that spend a try as well; they keep their tokens.
     """
     tries = {state.rollout_id: state.num_tries for state in issued}
     last = None
@@ -231,8 +232,8 @@ def settle_tries(
 def refused_members(
     members: Sequence[RolloutState], issued: Sequence[RolloutState], error: str, *, everyone: bool
 ) -> list[RolloutState]:
-    """The members of a group that cannot be stored: those that are to blame (or everyone) FAILED, the others kept."""
-    from forebay.codec.frame import encode_group  # imported here: only what is refused needs it
+    """The members of a group that cannot be stored: the invalid ones (or `everyone`) FAILED, the others kept."""
+    from forebay.codec.frame import encode_group  # imported here because only refused groups need it
 
     kept: list[RolloutState] = []
     for rollout_id in dict.fromkeys(state.rollout_id for state in issued):
@@ -241,7 +242,7 @@ def refused_members(
             if everyone:
                 raise InvalidInput(error)
             group_reward(samples)
-            encode_group(samples, [])  # references are no fault
+            encode_group(samples, [])  # references are allowed
             kept += samples
         except InvalidInput:
             prompt = next(state for state in issued if state.rollout_id == rollout_id)
@@ -250,7 +251,7 @@ def refused_members(
 
 
 def new_tokens(members: Sequence[RolloutState], issued: Sequence[RolloutState]) -> int:
-    """How many tokens an attempt brought; what it took away from a member that failed does not count."""
+    """The number of tokens that an attempt added; tokens that a failed member lost are not subtracted."""
     tokens: dict[int | None, int] = {}
     for state in members:
         tokens[state.rollout_id] = tokens.get(state.rollout_id, 0) + versioned_tokens(state)
@@ -260,7 +261,7 @@ def new_tokens(members: Sequence[RolloutState], issued: Sequence[RolloutState]) 
 
 
 def new_rewards(members: Sequence[RolloutState], rewarded: Collection[tuple[int | None, int]]) -> list[float]:
-    """The scores of the members that had none before."""
+    """The scores of the members that were rewarded for the first time."""
     return [
         float(state.reward["score"])
         for state in members

@@ -1,8 +1,8 @@
-"""The arithmetic of producing: how many groups to keep in flight, and which to draw first. Pure; counts are of groups.
+"""The arithmetic of producing: how many groups to keep in flight, and which to draw first. Pure; counts are groups.
 
-B is the batch size of a task, T its cumulative target, A what is available towards it (buffered COMPLETED + leased
-+ trained), E what waits to be generated again from its beginning (buffered EXPIRED, and ABORTED without partial
-rollout).
+B is the batch size of a task, T its cumulative target, A the number of groups available toward it (buffered COMPLETED +
+leased + trained), E the number of groups that wait to be generated again from their prompt (buffered EXPIRED, and
+ABORTED without partial rollout).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Plan", "acceptance", "make_plan", "over_issue", "to_start", "waiting
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What to draw before the data set, and how many groups to run beyond the target."""
+    """The statuses to draw before the data set, and the number of groups to run beyond the target."""
 
     statuses: tuple[Status, ...]
     budget: int
@@ -26,7 +26,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 def over_issue(over_sample_threshold: float, batch_size: int) -> int:
-    """How many groups to start beyond the target, without the artefacts of binary fractions.
+    """The number of groups to start beyond the target, without rounding errors of binary fractions.
 
     >>> over_issue(0.07, 100), over_issue(0.5, 3), over_issue(0.0, 8)
     (7, 2, 0)
@@ -35,7 +35,7 @@ def over_issue(over_sample_threshold: float, batch_size: int) -> int:
 
 
 def waiting_again(expired: int, aborted: int, *, partial: bool) -> int:
-    """E: groups that start from their prompt when they are drawn again.
+    """E: the number of groups that start from their prompt when they are drawn again.
 
     >>> waiting_again(2, 3, partial=True), waiting_again(2, 3, partial=False)
     (2, 5)
@@ -44,12 +44,12 @@ def waiting_again(expired: int, aborted: int, *, partial: bool) -> int:
 
 
 def make_plan(*, trigger: int, waiting: int, straggling: bool, partial: bool, budget: int) -> Plan:
-    """What the next batch draws first.
+    """The groups that the next batch draws first.
 
-    With trigger N, groups that have to start again wait until there are N of them, and are then run first, without
-    over-issue, so that they finish; 0 draws them at once; -1 never does. `straggling`: some group came back so often
-    that it would starve; at any trigger from 0 on it is drawn first, and the over-issue stays, so that the batch can
-    complete without it. `partial`: interrupted groups keep their work.
+    With trigger N, groups that have to start again wait until there are N of them; they are then drawn first, without
+    over-issue, so that they finish. Trigger 0 draws them at once, -1 never. `straggling`: a group was returned so often
+    that it would starve. With a trigger of 0 or more it is drawn first, and the over-issue stays, so that the batch can
+    complete without it. `partial`: interrupted groups keep their tokens.
 
     >>> make_plan(trigger=3, waiting=2, straggling=False, partial=True, budget=4).tail
     False
@@ -60,11 +60,11 @@ def make_plan(*, trigger: int, waiting: int, straggling: bool, partial: bool, bu
     (['init', 'expired', 'aborted'], 4)
     """
     tail = trigger > 0 and waiting >= trigger
-    # At 0 also groups that come back while the batch is being produced are drawn at once.
+    # At 0, groups that are returned while the batch is produced are drawn at once, too.
     if trigger == 0 or tail or (straggling and trigger > 0):
         statuses: tuple[Status, ...] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
     elif partial or trigger < 0:
-        # An interrupted group that keeps its tokens continues at once; so does one that no tail would ever collect.
+        # An interrupted group that keeps its tokens continues at once; at -1 no tail batch would ever draw it.
         statuses = (Status.INIT, Status.ABORTED)
     else:
         statuses = (Status.INIT,)
@@ -75,9 +75,9 @@ _LEAST_ACCEPTANCE = 1 / 32
 
 
 def acceptance(kept: int, rejected: int) -> float:
-    """The share of finished groups that filters keep, as measured; 1 before anything was rejected.
+    """The measured share of finished groups that filters keep; 1 before the first rejection.
 
-    Two kept groups are added, so that a few rejections at the beginning do not start a flood of groups.
+    Two kept groups are added, so that a few rejections at the beginning do not start too many groups.
 
     >>> acceptance(0, 0), acceptance(8, 0), acceptance(2, 36), acceptance(0, 10_000)
     (1.0, 1.0, 0.1, 0.03125)
@@ -88,10 +88,10 @@ def acceptance(kept: int, rejected: int) -> float:
 def to_start(
     *, target: int, available: int, budget: int, in_flight: int, accepted: float = 1.0, spare: int | None = None
 ) -> int:
-    """How many groups to start now, so that target + budget - available are in flight; at least one is.
+    """How many groups to start now, so that target + budget - available are in flight, and at least one.
 
-    `accepted`: the share of groups that filters keep; what is missing is divided by it, which starts at most `spare`
-    groups more.
+    `accepted`: the share of groups that filters keep. The number of missing groups is divided by it, which adds at most
+    `spare` groups.
 
     >>> to_start(target=10, available=9, budget=4, in_flight=0), to_start(target=10, available=9, budget=4, in_flight=5)
     (5, 0)

@@ -1,6 +1,6 @@
-"""Progress of producing: a bar on a terminal, one line of the log now and then elsewhere.
+"""The progress of producing: a bar on a terminal, otherwise a log line from time to time.
 
-A `Progress` is told how far each task is whenever that changes. The default one draws on standard error if that is a
+A `Progress` is called whenever the progress of a task changes. The default draws on standard error if that is a
 terminal, and logs every ten seconds otherwise; `NoProgress` does neither.
 """
 
@@ -24,25 +24,25 @@ _LOG_INTERVAL_S = 10.0
 
 
 class Progress(Protocol):
-    """Is told how far the tasks are. Called often, from the event loop: it must be quick."""
+    """Receives the progress of tasks. Called often, on the event loop: it must be quick."""
 
     def update(self, task_name: str, available: int, target: int, in_flight: int, figures: Figures) -> None:
-        """Groups available towards a cumulative target, groups in flight, and what was counted so far."""
+        """Groups available toward a cumulative target, groups in flight, and the counts so far."""
 
 
 class NoProgress:
-    """Says nothing."""
+    """Shows nothing."""
 
     def update(self, task_name: str, available: int, target: int, in_flight: int, figures: Figures) -> None:
         pass
 
 
 class TerminalProgress:
-    """One line for all tasks, redrawn in place; where there is no terminal, a line of the log now and then."""
+    """One line for all tasks, redrawn in place; without a terminal, a log line every ten seconds."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream
-        self._next_s: dict[str | None, float] = {}  # by task in the log; None: the line on the terminal
+        self._next_s: dict[str | None, float] = {}  # by task for the log; None: the line on the terminal
         self._lines: dict[str, str] = {}
         self._width = 0
 
@@ -63,7 +63,7 @@ class TerminalProgress:
         missing = max(0, target - available)
         self._lines[task_name] = f"{task_name} {bar(target - missing, target)} {counts}"
         line = "  ".join(self._lines.values())
-        with suppress(OSError, ValueError):  # it was closed, or cannot show a name; neither ends a run
+        with suppress(OSError, ValueError):  # the stream is closed, or cannot encode a name; neither ends a run
             stream.write("\r" + line.ljust(self._width))
             stream.flush()
         self._width = len(line)
@@ -71,13 +71,13 @@ class TerminalProgress:
 
 def _is_terminal(stream: TextIO | None) -> bool:
     try:
-        return stream is not None and stream.isatty()  # a process without a console has none
-    except ValueError:  # it was closed
+        return stream is not None and stream.isatty()  # None in a process without a console
+    except ValueError:  # closed
         return False
 
 
 def bar(done: int, total: int, width: int = 16) -> str:
-    """A bar of text.
+    """A progress bar as a string.
 
     >>> bar(3, 4, width=8)
     '[######..] 3/4'
@@ -88,5 +88,5 @@ def bar(done: int, total: int, width: int = 16) -> str:
 
 @cache
 def default_progress() -> TerminalProgress:
-    """The one that all strategies of a process share, so that they draw one line."""
+    """The instance that all strategies of a process share, so that they draw one line."""
     return TerminalProgress()

@@ -1,15 +1,15 @@
-"""The numbers of producing: how long, how often, how many in a row. Checked when they are written down."""
+"""Settings of producing: timeouts and budgets. Their values are checked when they are created."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-from forebay.core.validate import whole_number
+from forebay.core.validate import positive_seconds, whole_number
 from forebay.errors import InvalidConfig
 
-__all__ = ["Budgets", "Timeouts", "backoff_s", "positive_seconds"]
+__all__ = ["Budgets", "Timeouts", "backoff_s"]
 
 WhenExhausted: TypeAlias = Literal["raise", "accept", "skip"]
 
@@ -18,24 +18,24 @@ _MAX_DELAY_S = 30.0
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long producing waits for others, in seconds. `docs/guide/producing.md` has what each event costs."""
+    """How long producing waits, in seconds. `docs/guide/producing.md` says what each event costs."""
 
     member_timeout_s: float = 1800.0
-    """Members that are not generated within it are cancelled and spend a try; outages of the engine do not count."""
+    """Members that take longer to generate are cancelled and spend a try; outages of the engine do not count."""
     pause_interval_s: float = 5.0
     """A pause is requested again after this long."""
     pause_request_timeout_s: float = 30.0
     """How long requesting a pause from an agent loop may take."""
     pause_timeout_s: float = 60.0
-    """Members that do not end within it after a pause are cancelled and spend a try."""
+    """Members that take longer to end after a pause are cancelled and spend a try."""
     idle_timeout_s: float = 60.0
-    """How long a pause waits for the engine to stop our requests (`AgentLoop.idle`) before it is an EngineError."""
+    """How long a pause waits for the engine to stop our requests (`AgentLoop.idle`); then it raises EngineError."""
     judge_timeout_s: float = 10.0
-    """How long judging may continue in a pause; after that the group is kept, and judged on its retry."""
+    """How long judging may continue in a pause; after that the group is kept and judged on its retry."""
     judge_give_up_s: float = 600.0
     """How long judging is repeated while rewards or filters raise; after that its members spend a try."""
     cancel_timeout_s: float = 10.0
-    """An agent loop that does not end within it when cancelled is left behind; its group goes back."""
+    """An agent loop that takes longer to end after a cancel is left behind; its group returns to the buffer."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -46,11 +46,11 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How much may go wrong in a row before producing stops with an error."""
 
     max_consecutive_failures: int = 20
-    """Attempts; then `TooManyFailures`."""
+    """Attempts that may fail in a row; then `TooManyFailures`."""
     max_consecutive_rejections: int | None = None
-    """Groups that filters reject; None: 20 batches. Then `when_exhausted` decides."""
+    """Groups that filters may reject in a row (None: 20 batches); then `when_exhausted` decides."""
     when_exhausted: WhenExhausted = "raise"
-    """`raise`: TooManyRejections. `accept`: rejected groups are kept until the filter keeps one by itself. `skip`: a
+    """`raise`: TooManyRejections. `accept`: rejected groups are kept until the filters accept a group again. `skip`: a
     manager plans its steps without the task until the next weight update (TooManyRejections if no task is left)."""
 
     def __post_init__(self) -> None:
@@ -63,21 +63,14 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
 
     def rejections(self, batch_size: int) -> int:
-        """How many groups may be filtered in a row; a batch of nothing has room for some, too."""
+        """How many groups may be rejected in a row; an empty batch counts as a batch of one."""
         if self.max_consecutive_rejections is not None:
             return self.max_consecutive_rejections
         return 20 * max(1, batch_size)
 
 
-def positive_seconds(name: str, value: Any) -> float:
-    """A positive, finite number of seconds, or InvalidConfig."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise InvalidConfig(f"{name} is {value!r}; expected a positive number of seconds")
-    return float(value)
-
-
 def backoff_s(times: int) -> float:
-    """How long to wait after something went wrong for the n-th time in a row.
+    """The delay after the n-th failure in a row.
 
     >>> [backoff_s(times) for times in (1, 2, 3, 7, 5000)]
     [0.5, 1.0, 2.0, 30.0, 30.0]

@@ -1,4 +1,4 @@
-"""What producing can say of itself: figures for any logger. Reading them resets nothing."""
+"""Statistics of producing, for any logger. Reading them resets nothing."""
 
 from __future__ import annotations
 
@@ -23,46 +23,46 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     group_id: int
     attempt: int
-    status: Status | None  # as it went into the buffer; None: it was no longer ours
+    status: Status | None  # in the buffer; None: the group no longer belonged to this producer
     samples: int
     tokens: int  # new ones
     seconds: float | None  # of generating; None: it was only judged
-    judge_s: float | None = None  # None: there was nothing to judge
+    judge_s: float | None = None  # None: it was not judged
     failed: bool  # a try was spent
-    kept: bool | None = None  # by the filters, whatever became of it; None: it was not finished
-    usable: bool = False  # kept, or accepted although it was rejected
+    kept: bool | None = None  # the verdict of the filters; None: it was not finished
+    usable: bool = False  # kept, or accepted in spite of a rejection
     error: str | None
     rewards: Sequence[float] = ()  # of members rewarded for the first time
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """Counts of one task since its run began, over resumes; of groups, unless the name says otherwise."""
+    """Counts of one task since the start of its run, including resumed runs; groups unless the name says otherwise."""
 
-    attempts: int = 0  # that ended, however
+    attempts: int = 0  # that have ended, in any way
     groups: int = 0  # finished: completed or filtered
     samples: int = 0  # of finished groups
     tokens: int = 0  # generated, in all attempts
     completed: int = 0
     returned: int = 0  # to be generated again
-    failed: int = 0  # for good
+    failed: int = 0  # permanently
     failed_samples: int = 0
     filtered: int = 0
     filtered_samples: int = 0
-    discarded: int = 0  # by anyone, as of the last call
-    failures: int = 0  # attempts that cost a try
+    discarded: int = 0  # by any process, as of the last call
+    failures: int = 0  # attempts that spent a try
     kept: int = 0  # by the filters
     rejected: int = 0
     judged: int = 0  # attempts whose results were judged
     judge_s: float = 0.0
-    dropped_responses: int = 0  # samples that came with a response that nobody generated for them
+    dropped_responses: int = 0  # samples with a response that was not generated for them
     reward_sum: float = 0.0
     reward_count: int = 0
     pauses: int = 0
     pause_s: float = 0.0
-    timed: int = 0  # groups that were generated to their end
+    timed: int = 0  # groups that were generated completely
     times_s: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_TIMES_KEPT))
-    rewards: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_REWARDS_KEPT))  # the last ones
-    verdicts: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=_VERDICTS_KEPT))  # of filters, the last
+    rewards: deque[float] = msgspec.field(default_factory=lambda: deque(maxlen=_REWARDS_KEPT))  # the latest
+    verdicts: deque[bool] = msgspec.field(default_factory=lambda: deque(maxlen=_VERDICTS_KEPT))  # of filters
 
     def count(self, outcome: Outcome) -> None:
         self.attempts += 1
@@ -81,7 +81,9 @@ class Figures(msgspec.Struct, kw_only=True):
         if outcome.status in (Status.COMPLETED, Status.FILTERED):
             self.groups += 1
             self.samples += outcome.samples
-            self._time(outcome.seconds)
+            if outcome.seconds is not None:
+                self.timed += 1
+                self.times_s.append(outcome.seconds)
         match outcome.status:
             case Status.COMPLETED:
                 self.completed += 1
@@ -96,19 +98,14 @@ class Figures(msgspec.Struct, kw_only=True):
             case _:
                 self.returned += 1
 
-    def _time(self, seconds: float | None) -> None:
-        if seconds is not None:
-            self.timed += 1
-            self.times_s.append(seconds)
-
     def since(self, before: Figures) -> Figures:
-        """What was counted after an earlier copy of these figures was made."""
+        """The counts since an earlier copy."""
         new = {name: getattr(self, name) - getattr(before, name) for name in COUNTERS}
         times = list(self.times_s)
         return Figures(times_s=deque(times[max(0, len(times) - new["timed"]) :]), **new)
 
     def copy(self) -> Figures:
-        """The counters as they are now."""
+        """A copy of the current counters."""
         return replace(self, times_s=deque(), rewards=deque(), verdicts=deque())
 
     def counters(self) -> dict[str, float]:
@@ -121,7 +118,7 @@ class Figures(msgspec.Struct, kw_only=True):
             value = counters.get(name, 0)
             kind = float if name.endswith("_s") or name == "reward_sum" else int
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise DamagedData(f"the figure {name!r} in a checkpoint is {value!r:.80}; expected a number")
+                raise DamagedData(f"the counter {name!r} in a checkpoint is {value!r:.80}; expected a number")
             setattr(self, name, kind(value))
 
     @property
@@ -131,7 +128,7 @@ class Figures(msgspec.Struct, kw_only=True):
         return self.kept / finished if finished else None
 
     def flat(self, task_name: str, in_flight: int) -> dict[str, float]:
-        """As `forebay/<task>/produce/...`, in groups unless the name says otherwise; times in seconds.
+        """Values named `forebay/<task>/produce/...`: groups unless the name says otherwise; times in seconds.
 
         Quantiles are over the last 4,096 groups, the reward over the last 1,024 samples, before filtering.
         """

@@ -41,8 +41,17 @@ from forebay.errors import (
     LostLease,
     UnsupportedPayload,
 )
-from forebay.prompts.records import Tokenize, ToRolloutState, as_answer, build_prompt, independent, without_response
-from forebay.prompts.sources import LoaderSource, Source, open_source
+from forebay.prompts.loader import LoaderSource
+from forebay.prompts.records import (
+    Tokenize,
+    ToRolloutState,
+    as_answer,
+    build_prompt,
+    independent,
+    mark_aborted,
+    without_response,
+)
+from forebay.prompts.sources import Source, open_source
 
 __all__ = ["Sampler", "SamplerWithReplayBuffer", "check_sampler"]
 
@@ -546,9 +555,7 @@ async def give_back(replay_buffer: ReplayBuffer, groups: Sequence[list[RolloutSt
     """Return groups in flight to the buffer, as ABORTED with what they have. Nothing happens to those not held."""
     failed: ForebayError | None = None
     for group in groups:
-        for state in group:
-            if state.status is not Status.COMPLETED:
-                state.status = Status.ABORTED
+        mark_aborted(group)
         try:
             await replay_buffer.put(group, task_name)
         except (LostLease, BufferClosed) as gone:

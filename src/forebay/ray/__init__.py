@@ -9,8 +9,8 @@ try:
 except ModuleNotFoundError as missing:
     raise ModuleNotFoundError("forebay.ray needs Ray: pip install 'forebay[ray]'", name="ray") from missing
 
-from forebay.ray.agent_loop import RayAgentLoop
 from forebay.ray.buffer import RayReplayBuffer
-from forebay.ray.storage import RayStorage
+from forebay.ray.client.storage import RayStorage
+from forebay.ray.loops.loop import RayAgentLoop
 
 __all__ = ["RayAgentLoop", "RayReplayBuffer", "RayStorage"]

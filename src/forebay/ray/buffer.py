@@ -6,7 +6,7 @@
 
 It is a `forebay.ReplayBuffer`: samplers, strategies, managers and `forebay.blocking` take it as it is. The actor is
 detached: it outlives the process that created it, until it is destroyed. In memory, groups are gone with it; on SQLite
-(on the node where it was created) or PostgreSQL it is restarted, and clients go on.
+(on the node where it was created) or PostgreSQL it is restarted, and its clients continue.
 """
 
 from __future__ import annotations
@@ -18,23 +18,27 @@ from contextlib import suppress
 from typing import Any
 
 import ray
+from msgspec.structs import replace
 from ray import exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.group_ends import OnGroupEnd
 from forebay.buffer.session import SHARED_LEASE_S
-from forebay.config import IN_MEMORY, POLICIES, SQLITE_URL, ReplayBufferConfig
+from forebay.config import POLICIES, ReplayBufferConfig
+from forebay.core.capacity import Settings
 from forebay.core.policy import Order, ReplayPolicy
 from forebay.core.validate import whole_number
 from forebay.errors import BufferLost, ForebayError, InvalidConfig, NameTaken, NoSuchBuffer, StorageUnavailable
-from forebay.ray import notes, wire
-from forebay.ray.actor import NAMESPACE, SPARE_THREADS, BufferActor, actor_name
-from forebay.ray.link import Link, check_cluster, find_host
-from forebay.ray.operations import HostSpec
-from forebay.ray.shards import MAX_SHARDS, ShardedStorage, shard_url
-from forebay.ray.storage import RayStorage
-from forebay.storage.base import Settings, Storage
+from forebay.ray import wire
+from forebay.ray.client.link import Link, check_cluster, find_host
+from forebay.ray.client.shards import MAX_SHARDS, ShardedStorage, shard_url
+from forebay.ray.client.storage import RayStorage
+from forebay.ray.host import notes
+from forebay.ray.host.actor import HEARTBEATS, NAMESPACE, OPERATIONS, SPARE_THREADS, WAITS, BufferActor, actor_name
+from forebay.ray.host.operations import HostSpec
+from forebay.storage.base import Storage
+from forebay.storage.urls import IN_MEMORY, SQLITE_URL
 
 __all__ = ["RayReplayBuffer"]
 
@@ -42,15 +46,16 @@ log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _STOP_S = 10.0
-"""How long `destroy` waits for a host to close its storage: then it is ended all the same."""
+"""How long `destroy` waits for a host to close its storage before it ends the host all the same."""
 _DURABLE_THREADS = 16
-"""Operations at once on a durable storage: they share their syncs. In memory, one after the other is fastest."""
+"""Concurrent operations on a durable storage, which share their syncs. In memory, one at a time is fastest."""
 
+_LIMITS = ("max_groups", "max_bytes", "expect_group_bytes", "keep_trained")
 _POLICIES = {policy.__name__: policy for policy in POLICIES.values()}
 
 
 class HostedPolicy(ReplayPolicy):
-    """A policy of the user's own, as a client sees it: its function is with the host."""
+    """A user's own policy, as a client sees it: its function stays with the host."""
 
     def __init__(self, name: str, order: Order) -> None:
         self.name = name
@@ -71,16 +76,7 @@ class RayReplayBuffer(ReplayBuffer):
         settings: wire.BufferSettings,
         on_group_end: OnGroupEnd | None = None,
     ) -> None:
-        super().__init__(
-            policy,
-            storage,
-            max_groups=settings.max_groups,
-            max_bytes=settings.max_bytes,
-            expect_group_bytes=settings.expect_group_bytes,
-            lease_s=settings.lease_s,
-            keep_trained=settings.keep_trained,
-            on_group_end=on_group_end,
-        )
+        super().__init__(policy, storage, lease_s=settings.lease_s, on_group_end=on_group_end, **settings.limits)
         self.name = name
 
     def __repr__(self) -> str:
@@ -101,11 +97,11 @@ class RayReplayBuffer(ReplayBuffer):
         actor_options: Mapping[str, Any] | None = None,
         on_group_end: OnGroupEnd | None = None,
     ) -> RayReplayBuffer:
-        """Start a buffer of this name in the cluster, and connect to it. NameTaken if it is there already.
+        """Start a buffer of this name in the cluster, and connect to it. NameTaken if it already exists.
 
-        `policy` takes the place of the config's. `shards`: so many actors, each with its own tasks; capacity limits and
-        `keep_trained` need one. `wait_places`: how many calls may wait at each actor at once. `actor_options` are Ray's
-        (`num_cpus`, `resources`, `scheduling_strategy`, ...). Blocks until the actors have opened their storage.
+        `policy` replaces that of the config. `shards`: the number of actors, each with its own tasks; capacity limits
+        and `keep_trained` need one. `wait_places`: how many calls may wait at each actor at once. `actor_options` are
+        Ray's (`num_cpus`, `resources`, `scheduling_strategy`, ...). Blocks until the actors have opened their storage.
         """
         config = ReplayBufferConfig() if config is None else config
         if not isinstance(config, ReplayBufferConfig):
@@ -124,20 +120,20 @@ class RayReplayBuffer(ReplayBuffer):
         chosen = config.build().policy if policy is None else policy
         if not isinstance(chosen, ReplayPolicy):
             raise InvalidConfig(f"policy is {policy!r:.80}; expected a ReplayPolicy")
-        settings = wire.BufferSettings(
-            type(chosen).__name__,
-            chosen.order,
-            config.max_groups,
-            config.max_bytes,
-            config.expect_group_bytes,
-            config.keep_trained,
-            SHARED_LEASE_S if config.lease_s is None else config.lease_s,
+        limits = {limit: getattr(config, limit) for limit in _LIMITS}
+        lease_s = SHARED_LEASE_S if config.lease_s is None else config.lease_s
+        settings = wire.BufferSettings(type(chosen).__name__, chosen.order, lease_s, limits)
+        spec = HostSpec(
+            name=name,
+            settings=Settings(order=chosen.order, choose=chosen.choose, **limits),
+            lease_s=lease_s,
+            wait_places=wait_places,
         )
         started: list[Any] = []
         try:
             for shard in range(shards):
-                actor = _start(name, shard, shards, config, chosen, settings, wait_places, actor_options or {})
-                started.append(actor)
+                host = replace(spec, shard=shard)
+                started.append(_start(host, shards, config.storage, settings, actor_options or {}))
             links = [Link.to(actor, name) for actor in started]
             for shard, link in enumerate(links):
                 notes.write_actor(actor_name(name, shard), link.hello.incarnation)
@@ -149,7 +145,7 @@ class RayReplayBuffer(ReplayBuffer):
 
     @classmethod
     def connect(cls, name: str, *, on_group_end: OnGroupEnd | None = None) -> RayReplayBuffer:
-        """The buffer of this name. NoSuchBuffer, or BufferLost if its actor died with what it had in memory.
+        """The buffer of this name. NoSuchBuffer, or BufferLost if its actor died with the groups in its memory.
 
         `on_group_end` runs in this process, and is not sent along with the buffer.
         """
@@ -160,15 +156,15 @@ class RayReplayBuffer(ReplayBuffer):
 
     @classmethod
     def destroy(cls, name: str) -> None:
-        """End the buffer of this name: its actors, and what they had in memory. What is on disk stays.
+        """End the buffer of this name: its actors and the groups in their memory. Files and databases stay.
 
         NoSuchBuffer if there is none; a buffer that was lost is forgotten.
         """
         _check_name(name)
-        shards = MAX_SHARDS  # unless the first one can be asked: others may be there when it is lost, too
+        shards = MAX_SHARDS  # unless the first one can be asked: when it is lost, others may still exist
         with suppress(BufferLost):
             first = find_host(name)
-            with suppress(ForebayError):  # of another version, or it cannot open its storage: it goes all the same
+            with suppress(ForebayError):  # of another version, or it cannot open its storage: it ends all the same
                 shards = Link.to(first, name, timeout_s=_STOP_S).hello.shards
         for shard in range(shards):
             try:
@@ -198,62 +194,41 @@ class RayReplayBuffer(ReplayBuffer):
 def _check_name(name: str) -> None:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidConfig(
-            f"a buffer is named {name!r:.80}; expected up to 100 letters, digits, '_', '.' and '-', the first "
-            "one no '.' or '-'"
+            f"a buffer is named {name!r:.80}; expected up to 100 characters: letters, digits, '_', '.' and '-', the "
+            "first one no '.' or '-'"
         )
 
 
 def _start(
-    name: str,
-    shard: int,
-    shards: int,
-    config: ReplayBufferConfig,
-    policy: ReplayPolicy,
-    settings: wire.BufferSettings,
-    wait_places: int,
-    actor_options: Mapping[str, Any],
+    spec: HostSpec, shards: int, storage: str, settings: wire.BufferSettings, actor_options: Mapping[str, Any]
 ) -> Any:
-    durable = config.storage not in IN_MEMORY
+    durable = storage not in IN_MEMORY
     options: dict[str, Any] = {
         "num_cpus": 0,
-        # What is in memory does not come back with the actor: nobody may take an empty buffer for the lost one.
+        # Groups in memory do not come back with the actor, and an empty buffer must not pass for the lost one.
         "max_restarts": -1 if durable else 0,
-        "max_task_retries": -1,  # a call that comes again is done once
+        "max_task_retries": -1,  # a call that arrives twice happens once
         "concurrency_groups": {
-            "operations": _DURABLE_THREADS if durable else 1,
-            "waits": wait_places + SPARE_THREADS,
-            "signs": 2,
+            OPERATIONS: _DURABLE_THREADS if durable else 1,
+            WAITS: spec.wait_places + SPARE_THREADS,
+            HEARTBEATS: 2,
         },
     }
-    if config.storage.startswith(SQLITE_URL):
-        # The file is on this node's disk: an actor that came up elsewhere would find nothing.
+    if storage.startswith(SQLITE_URL):
+        # The file is on the disk of this node: an actor on another one would find nothing.
         node_id = ray.get_runtime_context().get_node_id()
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id, soft=False)
     options |= actor_options
-    options |= {"name": actor_name(name, shard), "namespace": NAMESPACE, "lifetime": "detached"}
-    spec = HostSpec(
-        name=name,
-        settings=Settings(
-            order=policy.order,
-            choose=policy.choose,
-            max_groups=config.max_groups,
-            max_bytes=config.max_bytes,
-            expect_group_bytes=config.expect_group_bytes,
-            keep_trained=config.keep_trained,
-        ),
-        lease_s=settings.lease_s,
-        wait_places=wait_places,
-        shard=shard,
-    )
+    options |= {"name": actor_name(spec.name, spec.shard), "namespace": NAMESPACE, "lifetime": "detached"}
     try:
-        declare: Any = ray.remote  # its types do not know all that it takes
+        declare: Any = ray.remote  # its annotations lack some parameters
         remote = declare(concurrency_groups=options.pop("concurrency_groups"))(BufferActor)
-        return remote.options(**options).remote(spec, shard_url(config.storage, shard), shards, settings)
+        return remote.options(**options).remote(spec, shard_url(storage, spec.shard), shards, settings)
     except ValueError as error:
         if "already" in str(error) and "name" in str(error):
             raise NameTaken(
-                f"a buffer {name!r} is in this cluster already; connect to it, destroy it, or choose another name"
+                f"a buffer {spec.name!r} already exists in this cluster; connect to it, destroy it, or use another name"
             ) from error
         raise InvalidConfig(f"Ray refuses these actor_options: {error}") from error
     except exceptions.RayError as error:
-        raise StorageUnavailable(f"the actor of buffer {name!r} could not be started: {error}") from error
+        raise StorageUnavailable(f"the actor of buffer {spec.name!r} could not be started: {error}") from error

@@ -20,7 +20,7 @@ from forebay.core.ledger import Place
 from forebay.core.policy import Order, order_key
 from forebay.core.query import Pins
 from forebay.core.record import Record, Row, is_fresh
-from forebay.core.rollout import Status
+from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.staleness import EXPIRABLE, Floors
 from forebay.storage.local.engine import Engine
 from forebay.storage.local.sorted_keys import SortedKeys
@@ -28,9 +28,6 @@ from forebay.storage.local.storage import LocalStorage
 from forebay.storage.local.table import Table
 
 __all__ = ["MemoryStorage", "MemoryTable"]
-
-_DRAWABLE = frozenset({Status.INIT, Status.EXPIRED, Status.ABORTED})
-
 
 _UID_BITS = 48
 _UID = (1 << _UID_BITS) - 1
@@ -166,7 +163,7 @@ class MemoryTable(Table):
         if record.status in EXPIRABLE:
             for index, key in shelf.ages(record):
                 index.add(key)
-        if record.status in _DRAWABLE:
+        if record.status in DRAWABLE:
             shelf.by_group.add(_packed(record.group_id, record.uid))
 
     def _leave(self, records: Sequence[Record]) -> None:
@@ -202,7 +199,7 @@ class MemoryTable(Table):
             for record in records:
                 for index, key in shelf.ages(record):
                     index.remove(key)
-        if first.status in _DRAWABLE:
+        if first.status in DRAWABLE:
             for record in records:
                 shelf.by_group.remove(_packed(record.group_id, record.uid))
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forebay.codec.frame import decode_end
+from forebay.codec.records import decode_end
 from forebay.core.capacity import Settings
 from forebay.core.ledger import End, Event, GroupEnd, Place, check_move
 from forebay.core.query import Node

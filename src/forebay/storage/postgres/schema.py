@@ -17,7 +17,6 @@ time; a schema of another version is refused. Statements name no schema: it is t
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import Any
 
 import msgspec
@@ -34,7 +33,6 @@ __all__ = [
     "SHARDS",
     "VERSION",
     "advisory_key",
-    "checked_name",
     "ensure_schema",
     "order_clause",
     "replace_order_index",
@@ -44,7 +42,6 @@ __all__ = [
 VERSION = 4
 SHARDS = 16
 
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
 
 QUEUE = "(task_name || '/' || status)"
 """The queue that a buffered group waits in: groups of one queue are claimed in one order. It is one value, so that only
@@ -132,16 +129,6 @@ ALTER TABLE calls ALTER COLUMN data SET STORAGE EXTERNAL;
 _EXISTS = """
 SELECT EXISTS (SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
     WHERE n.nspname = $1 AND c.relname = 'store')"""
-
-
-def checked_name(name: str) -> str:
-    """A buffer name that is safe as an identifier; InvalidConfig otherwise."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidConfig(
-            f"a buffer in PostgreSQL is named {name!r}; expected a lower-case letter, followed by up to 40 lower-case "
-            "letters, digits and underscores"
-        )
-    return name
 
 
 def advisory_key(name: str, purpose: str) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from forebay.codec.frame import encode_end
+from forebay.codec.records import encode_end
 from forebay.core.ledger import MAX_REASONS, OTHER_REASONS, End, GroupEnd, Place
 from forebay.core.record import Record, group_end
 from forebay.core.rollout import Status

@@ -41,9 +41,10 @@ from forebay.storage.idempotency import CALL, Answered, Applied, Call, CallMemor
 from forebay.storage.postgres import accounts, answers, claims, ends, owners, puts, reads, streams
 from forebay.storage.postgres.connections import Connections
 from forebay.storage.postgres.notify import EVERYTHING, Notifier
-from forebay.storage.postgres.schema import advisory_key, checked_name, ensure_schema
+from forebay.storage.postgres.schema import advisory_key, ensure_schema
 from forebay.storage.postgres.step import Step
 from forebay.storage.postgres.transactions import READ, transaction
+from forebay.storage.urls import checked_name
 
 __all__ = ["PostgresStorage"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from forebay.codec.frame import encode_end
+from forebay.codec.records import encode_end
 from forebay.core.capacity import Settings
 from forebay.core.ledger import GroupEnd
 from forebay.core.policy import Order

@@ -23,7 +23,7 @@ from forebay.core.record import Record
 from forebay.core.rollout import Group
 from forebay.errors import DamagedData, UnreadableData
 
-__all__ = ["COLUMNS", "SCHEMA_VERSION", "create", "record_of", "summary_of", "upsert_sql", "values_of"]
+__all__ = ["COLUMNS", "SCHEMA_VERSION", "check", "create", "record_of", "summary_of", "upsert_sql", "values_of"]
 
 SCHEMA_VERSION = 4
 APPLICATION_ID = 0x46424159  # "FBAY"
@@ -80,7 +80,6 @@ CREATE VIEW samples AS
 def create(connection: sqlite3.Connection) -> None:
     """Make the tables in a new database, or check that an existing one is ours and not newer."""
     (application_id,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if not tables and not application_id:
         # One transaction, pragmas included: a crash leaves an empty file, or a whole store.
@@ -88,15 +87,24 @@ def create(connection: sqlite3.Connection) -> None:
             f"BEGIN IMMEDIATE; {_DDL} {_CALLS} INSERT INTO meta VALUES ('store_id', '{uuid.uuid4().hex}'); "
             f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )
-    elif application_id != APPLICATION_ID:
+    else:
+        check(connection)
+        connection.execute(_CALLS)
+
+
+def check(connection: sqlite3.Connection) -> None:
+    """DamagedData unless the database is a store, UnreadableData unless it has this version."""
+    (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application_id != APPLICATION_ID:
         raise DamagedData("this SQLite database was not made by Forebay; choose another path")
-    elif version != SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
         raise UnreadableData(
-            f"this store has schema version {version}; this Forebay knows version {SCHEMA_VERSION}: use the Forebay "
+            f"this store has schema version {version}; this Forebay reads version {SCHEMA_VERSION}: use the Forebay "
             "that made it, or a newer one"
         )
-    else:
-        connection.execute(_CALLS)
+    if connection.execute("SELECT value FROM meta WHERE key = 'store_id'").fetchone() is None:
+        raise DamagedData("this store has lost its store_id; resume the last checkpoint into a new store")
 
 
 upsert_sql = (

@@ -24,7 +24,8 @@ from typing import Any, Literal, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from forebay.codec.frame import decode_account, decode_end, decode_group, encode_account, encode_group
+from forebay.codec.frame import decode_group, encode_group
+from forebay.codec.records import decode_account, decode_end, encode_account
 from forebay.core.aio import in_thread, see_through
 from forebay.core.capacity import Settings
 from forebay.core.ledger import Account, Place

@@ -117,8 +117,8 @@ class Leasing(Suite):
             (row,) = await store.lease(1, owner=OTHER)
             reaped = await store.storage.reap()
             assert not reaped.returned
-            assert reaped.next_s is not None
-            assert 0 < reaped.next_s <= self.lease_s
+            # A storage that reaps by itself does not know the next deadline.
+            assert reaped.next_s is None or 0 < reaped.next_s <= self.lease_s
             self.advance_clock(store.storage, self.lease_s * 0.7)
             store.storage.beat(OTHER)
             self.advance_clock(store.storage, self.lease_s * 0.7)

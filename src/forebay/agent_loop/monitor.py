@@ -1,15 +1,17 @@
-"""Whether a server is still the process that was given the current weights.
+"""`ServerMonitor`: whether a server is still the process that was given the current weights.
 
-A server that restarts serves its start-up weights again, and nothing in its answers says so. `ServerGate` therefore
-notes which process answers when weights were loaded, and compares. A connection belongs to one process: if, after it
-was made, the server says that it is the process with the weights, everything that this connection brings was generated
-by them. So tokens count only once a `confirm()` that began after their connection was made has returned.
+A server that restarts serves its start-up weights again, and its answers do not say so. The monitor therefore records
+which process answers when weights were loaded, and compares. A connection belongs to one process: if the server,
+asked after the connection was made, is the process with the current weights, then everything that arrives on this
+connection was generated with them. So tokens count only after a `confirm()` that began after their connection was made.
 
-How a server says which process it is: the start time in its `/metrics` (vLLM), the random seed and start-up times in
-its `/server_info` (SGLang), or else the version of its weights, which a restart sets back. A server that publishes none
-of these is taken for restarted whenever a connection to it was lost. At model step 0 a restart changes nothing: the
-start-up weights are the weights. A server that reports another step by then still has the weights of an earlier run,
-and nothing from it counts.
+A server identifies its process by the start time in `/metrics` (vLLM), by the random seed and start-up times in
+`/server_info` (SGLang), or by the version of its weights, which a restart resets. A server that publishes none of these
+is treated as restarted whenever a connection to it is lost. At model step 0 a restart changes nothing: the start-up
+weights are the current ones. A server that then reports another step still has the weights of an earlier run, and none
+of its tokens count.
+
+The monitor loads no weights itself; a control (`forebay.engines`) may give it a `reload` to call.
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
+from forebay.core.aio import ignore_exception
 from forebay.errors import EngineError, EngineRestarted
 
-__all__ = ["Engine", "EngineGone", "Fetch", "Process", "ServerGate", "Unreachable", "is_step"]
+__all__ = ["Engine", "EngineGone", "Fetch", "Process", "ServerMonitor", "Unreachable", "is_step"]
 
 log = logging.getLogger(__name__)
 
 _START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})? ([0-9.eE+]+)\s*$", re.MULTILINE)
 _STEP = re.compile(r"[0-9]{1,18}")
 _VERSION_PATHS = ("/weight_info", "/model_info", "/get_model_info")
-_MOST_SPACING_S = 0.25  # a pause may wait for so long
+_MAX_SPACING_S = 0.25  # a pause may have to wait this long
 
 
 class Unreachable(Exception):
@@ -40,11 +43,11 @@ class Unreachable(Exception):
 
 
 class EngineGone(EngineError):
-    """Nobody listens at the address of the server."""
+    """No process listens at the address of the server."""
 
 
 Process: TypeAlias = str
-"""What tells the process of a server from the next one at its address; empty if nothing does."""
+"""Distinguishes the process of a server from the next one at the same address; empty if the server does not say."""
 
 
 Fetch = Callable[[str], Awaitable[bytes | None]]
@@ -61,19 +64,19 @@ class _ServerInfo(msgspec.Struct):
 
 
 class Engine(Protocol):
-    """What an agent loop needs of the control of its server: see `forebay.engines`."""
+    """The part of a server's control that an agent loop needs: see `forebay.engines`."""
 
-    gate: ServerGate
+    monitor: ServerMonitor
 
     async def idle(self) -> None:
         """Wait until the server has stopped our requests."""
 
 
-class ServerGate:
+class ServerMonitor:
     """Knows which process at `url` has the current weights. See the top of this file.
 
-    `trust_restarts`: a server that restarts loads the current weights by itself. `controlled`: an engine's control owns
-    it, and only that says when doubts are over; `reload` loads the weights again into a server that restarted.
+    `trust_restarts`: the server loads the current weights itself whenever it starts. `controlled`: an engine control
+    owns the monitor, and only the control can clear doubts. `reload` loads the weights again after a restart.
     """
 
     def __init__(self, url: str, fetch: Fetch, *, trust_restarts: bool = False, controlled: bool = False) -> None:
@@ -83,81 +86,82 @@ class ServerGate:
         self.reload: Callable[[], Awaitable[None]] | None = None
         self.model_step: int | None = None
         self._fetch = fetch
-        self._expected: Process | None = None  # None: whoever answers next
-        self._doubt: str | None = None  # why the server is not known to have the weights
-        self._explicit = False  # a control has loaded the weights: they need not be those of the start-up
+        self._expected: Process | None = None  # None: the process that answers next
+        self._doubt: str | None = None  # why the server may not have the weights
+        self._explicit = False  # a control has loaded the weights, so they need not be the start-up weights
         self._anonymous = False
         self._has_metrics = True
         self._not_before = 0.0  # when the server may be asked again
         self._running: asyncio.Task[Process] | None = None
         self._next: asyncio.Task[Process] | None = None
-        self._askers: dict[asyncio.Task[Process], int] = {}
+        self._waiters: dict[asyncio.Task[Process], int] = {}
         self._reloading: asyncio.Task[None] | None = None
 
-    # --- what the weights are -------------------------------------------------------------------------
+    # --- the current weights --------------------------------------------------------------------------
 
     async def weights_loaded(self, model_step: int) -> None:
-        """Whoever answers now was given the weights of this step, as far as its owner says."""
+        """The user says that the server has the weights of this step; record which process answers now."""
         if self.controlled and self._doubt is not None:
             if self.reload is not None and model_step == self.model_step:
                 return  # they are loaded again before anything is generated
             raise self._restarted(self._doubt)
         if self._doubt is None and self.model_step == model_step and self._expected is not None:
-            return  # a control that loaded them knows better
+            return  # the control that loaded them has recorded the process
         if self._explicit:
             raise EngineError(
-                f"{self.url} was loaded with the weights of step {self.model_step} by its control, and is said to have "
-                f"those of step {model_step}; give them to update_weights of the control"
+                f"the control of {self.url} loaded the weights of step {self.model_step}, but step {model_step} was "
+                "reported as loaded; load those with update_weights of the control"
             )
         if self.controlled or model_step == 0:
-            with suppress(Unreachable):  # asked again before anything from it counts
+            with suppress(Unreachable):  # checked again before any of its tokens count
                 await self._check_version(model_step)
         self.model_step, self._doubt, self._expected, self._explicit = model_step, None, None, False
         if model_step > 0:
             try:
-                self._expected = await self.ask()
+                self._expected = await self.find_process()
             except Unreachable as error:
-                problem = f"it is said to have the weights of step {model_step}, but cannot be reached: {error}"
+                problem = f"step {model_step} was reported as loaded, but the server is unreachable: {error}"
                 self.doubt(problem)
                 raise self._restarted(problem) from error
 
     async def _check_version(self, model_step: int) -> None:
-        """EngineRestarted if the server, which our control has not loaded, reports the weights of another step."""
+        """EngineRestarted if a server that our control has not loaded reports the weights of another step."""
         version = await self.version()
         if is_step(version) and version != str(model_step):
             raise EngineRestarted(
-                f"{self.url} reports version {version}, but step {model_step} was asked for: it still has the weights "
-                f"of an earlier run. Load those of step {model_step} with update_weights of its control, or restart "
-                "the server"
+                f"{self.url} reports version {version}, but step {model_step} is needed: it still has the weights of "
+                f"an earlier run. Load those of step {model_step} with update_weights of its control, or restart the "
+                "server"
             )
 
-    def loaded(self, model_step: int, process: Process) -> None:
+    def set_loaded(self, model_step: int, process: Process) -> None:
         """A control has loaded the weights of this step into this process."""
         self.model_step, self._expected, self._doubt, self._explicit = model_step, process, None, True
 
     @property
     def doubted(self) -> bool:
-        """Whether the weights have to be loaded before anything of the server counts."""
+        """Whether the weights have to be loaded before any token of the server counts."""
         return self._doubt is not None
 
     def doubt(self, reason: str) -> None:
-        """The server may not have the current weights; nothing from it counts until they are loaded."""
+        """The server may not have the current weights; none of its tokens count until they are loaded."""
         self._doubt = reason
 
-    def lost_connection(self) -> None:
-        """A connection broke. A server that never says which process it is may be another one now."""
+    def connection_lost(self) -> None:
+        """A connection broke. A server that does not identify its process may have been replaced."""
         if self._anonymous and self.model_step and not self.trust_restarts and self._doubt is None:
             self.doubt(
-                "a connection was lost, and it does not say whether it restarted (no process_start_time_seconds in "
-                "/metrics, no weight version); enable its metrics, or give the loop a control"
+                "a connection was lost, and the server does not say whether it restarted (no "
+                "process_start_time_seconds in /metrics, no weight version); enable its metrics, or give the loop a "
+                "control"
             )
 
-    # --- asking ---------------------------------------------------------------------------------------
+    # --- asking the server ----------------------------------------------------------------------------
 
-    async def opened(self) -> None:
-        """Return when the server may be asked to generate: its weights are loaded again first, if they have to be.
+    async def ready(self) -> None:
+        """Return when the server may be sent requests; after a restart its weights are loaded again first.
 
-        EngineRestarted if nobody can do that, Unreachable if the server is not there to be loaded.
+        EngineRestarted if there is no control to load them, Unreachable if the server cannot be loaded now.
         """
         if self._doubt is None:
             return
@@ -167,7 +171,7 @@ class ServerGate:
         if self._reloading is None or self._reloading.done() or self._reloading.get_loop() is not loop:
             log.warning("server_loaded_again url=%s reason=%s", self.url, self._doubt)
             self._reloading = loop.create_task(self._reload(self.reload, self._doubt))
-            self._reloading.add_done_callback(_look_at)
+            self._reloading.add_done_callback(ignore_exception)  # every waiting request may have been cancelled
         await asyncio.shield(self._reloading)
 
     async def _reload(self, reload: Callable[[], Awaitable[None]], reason: str) -> None:
@@ -179,89 +183,82 @@ class ServerGate:
             raise self._restarted(f"{reason}; and loading the weights again failed: {error}") from error
 
     async def confirm(self) -> None:
-        """Return if the server is known to have the current weights, at some moment after this call.
+        """Return if the server has the current weights, at some moment after this call.
 
-        Otherwise EngineRestarted, or Unreachable if it does not answer, or has to be loaded again first (see `opened`).
-        Calls that come together share one question.
+        Otherwise EngineRestarted, or Unreachable if the server does not answer or has to be loaded again first (see
+        `ready`). Concurrent calls share one question.
         """
         loop = asyncio.get_running_loop()
         if self._next is None or self._next.get_loop() is not loop:
             before = self._running if self._running is not None and self._running.get_loop() is loop else None
-            self._next = loop.create_task(self._ask_after(before))
-            self._next.add_done_callback(_look_at)
+            self._next = loop.create_task(self._find_after(before))
+            self._next.add_done_callback(ignore_exception)
         asking = self._next
-        self._askers[asking] = self._askers.get(asking, 0) + 1
+        self._waiters[asking] = self._waiters.get(asking, 0) + 1
         try:
             found = await asyncio.shield(asking)
         finally:
-            self._askers[asking] -= 1
-            if not self._askers[asking]:
-                del self._askers[asking]
-                self._forget(asking)
+            self._waiters[asking] -= 1
+            if not self._waiters[asking]:
+                del self._waiters[asking]
+                self._drop(asking)
         await self._check(found)
 
-    def _forget(self, asking: asyncio.Task[Process]) -> None:
-        """Nobody waits for this answer any more."""
+    def _drop(self, asking: asyncio.Task[Process]) -> None:
+        """No call waits for this answer any more."""
         if not asking.done():
             asking.cancel()
             if self._next is asking:
                 self._next = None
 
-    async def _ask_after(self, before: asyncio.Task[Process] | None) -> Process:
+    async def _find_after(self, before: asyncio.Task[Process] | None) -> Process:
         if before is not None and not before.done():
             await asyncio.wait((before,))
         clock = asyncio.get_running_loop().time
         await asyncio.sleep(self._not_before - clock())
-        self._running, self._next = asyncio.current_task(), None  # whoever calls from now on needs a later answer
+        self._running, self._next = asyncio.current_task(), None  # later calls need a later answer
         began = clock()
         try:
-            return await self.ask()
+            return await self.find_process()
         finally:
-            # An answer can cost a busy server 10 ms of its time: we take no more than a tenth of that.
-            self._not_before = clock() + min(_MOST_SPACING_S, 9 * (clock() - began))
+            # An answer can cost a busy server 10 ms; questions may take a tenth of its time at most.
+            self._not_before = clock() + min(_MAX_SPACING_S, 9 * (clock() - began))
 
-    async def reachable(self) -> None:
-        """Return if the server answers; if it is another process, `opened` has to load its weights first.
+    async def check_reachable(self) -> None:
+        """Return if the server answers, even if its weights have to be loaded again (by `ready`).
 
-        Unreachable if it does not, EngineRestarted if nobody can load them.
+        Unreachable if it does not answer, EngineRestarted if there is no control to load the weights.
         """
-        found = await self.ask()
+        found = await self.find_process()
         with suppress(Unreachable):
             await self._check(found)
 
-    async def ask(self) -> Process:
-        """Which process answers at the address now; Unreachable if none does."""
-        process = await self.started()
+    async def find_process(self) -> Process:
+        """The process that answers at the address now; Unreachable if none does."""
+        process = await self.find_start()
         if not process:
             version = await self.version()
             process = "" if version in (None, "default") else f"with weights {version}"
         if not process and not self._anonymous:
-            log.warning("server_anonymous url=%s: restarts cannot be told from lost connections", self.url)
+            log.warning("server_anonymous url=%s: a restart looks like a lost connection", self.url)
         self._anonymous = not process
         return process
 
-    async def started(self) -> Process:
-        """As `ask`, by what an update of the weights does not change; empty if the server does not say."""
-        return await self._start_time() or await self._start_up()
-
-    async def _start_time(self) -> str:
+    async def find_start(self) -> Process:
+        """As `find_process`, by properties that a weight update does not change; empty if the server has none."""
         if self._has_metrics:
             match = _START_TIME.search(await self._fetch("/metrics") or b"")
             if match:
                 return f"started at {match[1].decode()}"
             self._has_metrics = False
-        return ""
-
-    async def _start_up(self) -> str:
-        body = await self._fetch("/server_info")
         try:
-            info = msgspec.json.decode(body or b"", type=_ServerInfo)
+            info = msgspec.json.decode(await self._fetch("/server_info") or b"", type=_ServerInfo)
         except msgspec.MsgspecError:
             return ""
         return f"with seed {info.random_seed}, started up in {info.startup_time}"
 
     async def version(self) -> str | None:
-        """The version that the server says its weights have, if it says any."""
+        """The version that the server reports for its weights, if any."""
         for path in _VERSION_PATHS:
             body = await self._fetch(path)
             if body is not None:
@@ -282,11 +279,11 @@ class ServerGate:
                 return
             harmless = not self.model_step and not self._explicit
             if harmless or self.trust_restarts or await self.version() == str(self.model_step):
-                log.warning("server_restarted url=%s: it has the weights all the same", self.url)
+                log.warning("server_restarted url=%s: it has the current weights", self.url)
                 self._expected = found
                 return
             if found == self._expected:
-                return  # another call has settled it meanwhile
+                return  # a concurrent call has accepted this process
             self.doubt(f"it restarted ({found}; the weights were loaded into the process {self._expected})")
         reason = self._doubt or "its weights were just loaded again"
         if self.reload is None:
@@ -295,21 +292,15 @@ class ServerGate:
 
     def _restarted(self, reason: str) -> EngineRestarted:
         return EngineRestarted(
-            f"{self.url} is not known to have the weights of step {self.model_step}: {reason}. What it generated is "
-            "not used. Push the weights again and continue, or set trust_restarts=True if it starts with the right ones"
+            f"{self.url} may not have the weights of step {self.model_step}: {reason}. Its tokens are not used. Push "
+            "the weights again and continue, or set trust_restarts=True if it starts with the right ones"
         )
 
 
 def is_step(version: str | None) -> bool:
-    """Whether a version is one that an update has set, and not that of a server as it started.
+    """Whether a version was set by an update, and is not the version of a server as it started.
 
     >>> is_step("3"), is_step("default"), is_step(None)
     (True, False, False)
     """
     return version is not None and _STEP.fullmatch(version) is not None
-
-
-def _look_at(task: asyncio.Task[Any]) -> None:
-    """Take note of an exception, if all who asked were cancelled meanwhile."""
-    if not task.cancelled():
-        task.exception()

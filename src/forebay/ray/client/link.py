@@ -1,8 +1,8 @@
-"""One client's calls to one host: numbered, awaited, and their errors as ours.
+"""The calls of one client to one host: numbered, awaited, with typed errors.
 
-A call that changes something has a number, so that the host does it once however often Ray sends it. What goes wrong
-between here and there is a typed error: no cluster, no such buffer, another version, a host that is restarting
-(Ray sends the call again by itself), a host that is gone, with the number of groups that went with it.
+A call that changes something has a number, so that the host runs it once however often Ray sends it. Failures on the
+way are typed errors: no cluster, no such buffer, another version, a host that is restarting (Ray sends the call again
+by itself), a host that is gone, with the number of groups that were lost with it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import uuid
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import ray
@@ -31,17 +31,19 @@ from forebay.errors import (
     StorageUnavailable,
     VersionMismatch,
 )
-from forebay.ray import notes, packing, wire
-from forebay.ray.actor import NAMESPACE, actor_name
-from forebay.ray.wire import Answer, Hello, PackedFrames, Parcel
+from forebay.ray import wire
+from forebay.ray.host import notes
+from forebay.ray.host.actor import NAMESPACE, actor_name
+from forebay.ray.parcel import Frames, Parcel, arguments_of, message_of_results, returns_for
+from forebay.ray.table import Operation
+from forebay.ray.wire import Answer, Hello
 
 __all__ = ["Link", "Reply", "check_cluster", "find_host", "heard"]
 
 log = logging.getLogger(__name__)
 
-_NO_FRAMES = Parcel()
 _LOOK_S = 5.0
-"""How often a call that is not answered looks whether this process is still in the cluster: Ray would not say."""
+"""How often a call without an answer checks whether this process is still in the cluster: Ray does not report it."""
 
 
 def check_cluster() -> None:
@@ -53,13 +55,13 @@ def check_cluster() -> None:
 
 
 def heard(beats: Sequence[Any], timeout_s: float) -> None:
-    """Wait for the answers to heartbeats; raises the error of one that failed, or that was not answered in time."""
+    """Wait for the answers to heartbeats; raises the error of one that failed or was not answered in time."""
     ray.wait(list(beats), num_returns=len(beats), timeout=timeout_s)
     ray.get(list(beats), timeout=0)
 
 
 def find_host(name: str, shard: int = 0) -> Any:
-    """The actor that hosts a shard of a buffer; NoSuchBuffer, or BufferLost if it died with what it had."""
+    """The actor that hosts a shard of a buffer; NoSuchBuffer, or BufferLost if it died with its groups."""
     check_cluster()
     try:
         return ray.get_actor(actor_name(name, shard), namespace=NAMESPACE)
@@ -74,27 +76,27 @@ def find_host(name: str, shard: int = 0) -> Any:
 
 
 def lost(name: str, note: notes.Note, why: str) -> BufferLost:
-    """The error that says how many groups went with a host."""
+    """The error that says how many groups were lost with a host."""
     groups = note.lost()
     counted = ", ".join(f"{task_name}: {count}" for task_name, count in groups.items())
     return BufferLost(
-        f"the buffer {name!r} was hosted in memory and is lost ({why}): {sum(groups.values())} groups went with it"
+        f"the buffer {name!r} was hosted in memory and is lost ({why}): {sum(groups.values())} groups are gone"
         f"{f' ({counted})' if counted else ''}; create it again and resume from the last checkpoint, or create it on "
         "sqlite:///... or postgresql://..., which outlive their actor",
         groups,
     )
 
 
-class Reply:
-    """What a host answered."""
+class Reply(NamedTuple):
+    """The answer of a host; `size`: the bytes of its payload."""
 
-    def __init__(self, answer: Answer, frames: PackedFrames, size: int) -> None:
-        self.answer = answer
-        self.frames = frames
-        self.size = size
+    answer: Answer
+    frames: Frames
+    size: int
 
     def read(self, kind: Any) -> Any:
-        return wire.decoded(self.answer.body, kind)
+        """The result, of this type, with its groups."""
+        return wire.with_groups(wire.decoded(self.answer.body, kind), lambda _, record: self.frames.group(record))
 
 
 class Link:
@@ -105,7 +107,7 @@ class Link:
         self.hello = hello
         self.client = f"{os.getpid()}-{uuid.uuid4().hex}"
         self._worker = ray.get_runtime_context().get_worker_id()
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._last = 0
         self._stand: wire.Stand | None = None
         self._methods: dict[int, Any] = {}
@@ -117,12 +119,11 @@ class Link:
         """A link to a host of the same version, once its storage is open. Blocks for that."""
         try:
             head, _, _ = ray.get(actor.hello.remote(), timeout=timeout_s)
-        except exceptions.RayActorError as error:
-            note = notes.read_note(actor._actor_id.hex())
+        except exceptions.RayError as error:
+            dead = isinstance(error, exceptions.RayActorError)
+            note = notes.read_note(actor._actor_id.hex()) if dead else None
             if note is not None:
                 raise lost(name, note, _short(error)) from error
-            raise StorageUnavailable(f"the host of buffer {name!r} does not answer: {_short(error)}") from error
-        except exceptions.RayError as error:
             raise StorageUnavailable(f"the host of buffer {name!r} does not answer: {_short(error)}") from error
         answer: Answer = wire.decoded(head, Answer)
         if answer.failure is not None:
@@ -138,28 +139,20 @@ class Link:
     # --- calls ----------------------------------------------------------------------------------------
 
     def begin(
-        self,
-        op: str,
-        body: Any,
-        *,
-        changing: bool,
-        parcel: Parcel = _NO_FRAMES,
-        objects: list[Any] | None = None,
-        expected_bytes: float = 0,
+        self, operation: Operation, arguments: Any, parcel: Parcel, *, expected_bytes: float = 0
     ) -> tuple[int, asyncio.Future[Any]]:
         """Send a call; its number, and a future of its answer for `finish`. `expected_bytes`: in the answer."""
         sequence = 0
         with self._guard:
-            if changing:
+            if operation.changes:
                 self._last = sequence = self._last + 1
                 self._open.add(sequence)
             confirmed = self._confirmed()
         try:
-            returns = packing.returns_for(expected_bytes)
-            encoded = msgspec.Raw(wire.encoded(body))
-            head = wire.encoded(wire.Request(op, self.client, sequence, confirmed, encoded, returns))
-            arguments = packing.arguments_of(head, parcel, parcel.objects if objects is None else objects)
-            return sequence, self._future(self._method(returns), *arguments)
+            returns = returns_for(expected_bytes)
+            body = msgspec.Raw(wire.encoded(arguments))
+            request = wire.Request(operation.name, self.client, sequence, confirmed, body, parcel.frames, returns)
+            return sequence, self._future(self._method(returns), *arguments_of(wire.encoded(request), parcel))
         except BaseException:
             self.seen(sequence)  # it was never sent
             raise
@@ -176,7 +169,7 @@ class Link:
             sent = method.remote(*args)
             first, rest = (sent[0], sent[1:]) if isinstance(sent, list) else (sent, [])
             future = asyncio.wrap_future(first.future())
-            future.add_done_callback(_look_at)  # somebody may have left it behind
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have gone
             if rest:
                 self._rest[future] = rest
             return future
@@ -185,7 +178,7 @@ class Link:
             failed.set_exception(error)
             return failed
         except Exception as error:
-            # Ray was shut down in this process: what it raises then has no type of its own.
+            # Ray was shut down in this process: its errors then have no type.
             self._check_worker()
             raise StorageUnavailable(f"Ray cannot send this call: {error}") from error
 
@@ -193,14 +186,14 @@ class Link:
         check_cluster()
         if ray.get_runtime_context().get_worker_id() != self._worker:
             raise StorageUnavailable(
-                f"this process has left the cluster since it connected to buffer {self.hello.name!r}, and joined one "
-                "anew; connect to the buffer again"
+                f"this process has left the cluster since it connected to buffer {self.hello.name!r}, and joined a "
+                "cluster again; connect to the buffer again"
             )
 
     async def answered(self, future: asyncio.Future[Any], *, long: bool = False) -> None:
-        """Until a future is done, which is left alone if this is cancelled; an error if it never will be.
+        """Wait until a future is done; an error if it never will be. A cancel of this wait does not cancel the future.
 
-        A host that is restarting is waited for, and not in silence; `long`: this call is meant to take long.
+        Logs while it waits for a host that is restarting, unless the call is meant to take `long`.
         """
         waited_s = 0.0
         while not future.done():
@@ -212,36 +205,33 @@ class Link:
                     log.warning("host_does_not_answer buffer=%s seconds=%g", self.hello.name, waited_s)
 
     def _confirmed(self) -> int:
-        return min(self._open, default=self._last + 1) - 1
+        with self._guard:
+            return min(self._open, default=self._last + 1) - 1
 
     def seen(self, sequence: int) -> None:
-        """The answer of a call was seen, or nobody waits for it any more."""
+        """The answer of a call was seen, or is no longer waited for."""
         with self._guard:
             self._open.discard(sequence)
 
-    async def call(self, op: str, body: Any, *, objects: list[Any] | None = None) -> Reply:
-        """Send a call that changes nothing, and wait for its answer."""
-        _, future = self.begin(op, body, changing=False, objects=objects)
-        return await self.finish(future)
-
     async def finish(self, future: asyncio.Future[Any]) -> Reply:
-        """The answer of a call, or the error that it is."""
+        """The answer of a call; an error of Ray as ours."""
         try:
             await self.answered(future)
             rest = self._rest.pop(future, None)
-            # They came with the first one, within the same answer: nothing is waited for.
+            # These results came with the first one, within the same answer: this does not wait.
             more = [] if rest is None else ray.get(rest)
-            head, payload, objects = packing.message_of_results(future.result(), more)
+            head, payload, objects = message_of_results(future.result(), more)
         except exceptions.RayError as error:
             raise await self.translated(error) from error
         answer: Answer = wire.decoded(head, Answer)
         stand = answer.stand
         if stand is not None and (self._stand is None or stand.version > self._stand.version):
             self._stand = stand
-        return Reply(answer, PackedFrames(payload, objects), len(payload))
+        frames = Frames(payload, objects, answer.frames, checksums=self.hello.checksums)
+        return Reply(answer, frames, len(payload))
 
     async def wait(self, body: Any) -> Answer:
-        """One long call, at the places for waits. Cancelled, it gives its place back."""
+        """One long call, which takes a place for waits. If it is cancelled, it frees its place."""
         head = wire.encoded(wire.Request("wait", self.client, 0, 0, msgspec.Raw(wire.encoded(body))))
         future = self._future(self._actor.wait, head)
         try:
@@ -261,21 +251,17 @@ class Link:
     def beat(self, owner: str) -> Any:
         """Send a heartbeat; `heard` waits for its answer."""
         check_cluster()
-        with self._guard:
-            confirmed = self._confirmed()
-        return self._actor.beat.remote(owner, self.client, confirmed)
+        return self._actor.beat.remote(owner, self.client, self._confirmed())
 
     def confirm(self) -> None:
         """Tell the host which answers it may forget, without waiting."""
         check_cluster()
-        with self._guard:
-            confirmed = self._confirmed()
-        self._actor.confirm.remote(self.client, confirmed)
+        self._actor.confirm.remote(self.client, self._confirmed())
 
     # --- errors ---------------------------------------------------------------------------------------
 
     async def translated(self, error: exceptions.RayError) -> ForebayError:
-        """What an error of Ray means here."""
+        """An error of Ray as one of ours."""
         name = self.hello.name
         if isinstance(error, exceptions.RayTaskError):
             return StorageError(f"the host of buffer {name!r} failed: {_short(error)}")
@@ -289,27 +275,22 @@ class Link:
                 return lost(name, note, _short(error))
             if self.hello.durable:
                 return StorageUnavailable(
-                    f"the host of buffer {name!r} is gone and does not come back ({_short(error)}); what it stored is "
+                    f"the host of buffer {name!r} is gone and does not come back ({_short(error)}); its groups are "
                     "in its storage: create the buffer again on it"
                 )
             return NoSuchBuffer(f"the buffer {name!r} was destroyed ({_short(error)})")
         return StorageUnavailable(f"the call to the host of buffer {name!r} failed: {_short(error)}")
 
     async def note(self) -> notes.Note | None:
-        """How the ledger stood when the host was lost; None if it keeps it itself, or was destroyed."""
+        """The last known ledger of a host that was lost; None if its storage is durable, or it was destroyed."""
         if self.hello.durable:
             return None
         try:
             note = await in_thread(lambda: notes.read_note(self.hello.incarnation))
             return None if note is None else note.with_stand(self._stand)
-        except Exception as error:  # of a cluster that is gone, which has no type of its own
+        except Exception as error:  # the cluster is gone; its errors then have no type
             log.warning("note_unreadable buffer=%s %s", self.hello.name, error)
             return None
-
-
-def _look_at(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()
 
 
 def _short(error: BaseException) -> str:
