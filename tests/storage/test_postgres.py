@@ -122,7 +122,7 @@ def rows_of(claimed: Claimed) -> list[Row]:
 
 @pytest.mark.parametrize("name", ["", "A", "1a", "a-b", 'a"b', "a;drop", "a" * 42, None])
 def test_a_buffer_name_that_is_no_identifier_is_refused(name: Any) -> None:
-    with pytest.raises(InvalidConfig, match="lower-case letter"):
+    with pytest.raises(InvalidConfig, match="lowercase letter"):
         PostgresStorage("postgresql://nowhere", name)
 
 
