@@ -133,7 +133,7 @@ async def issue(
     source_state: bytes | None,
     settings: Settings,
 ) -> list[Record]:
-    """Write as many prompts as fit as rows in flight, and advance the cursor."""
+    """Write the prompts that fit as rows in flight, and advance the cursor."""
     connection, name = step.connection, to_text(task_name)
     arguments = (name, cursor, cursor + len(contents) - 1)
     found = await connection.fetchrow(_BEFORE_ISSUE, *arguments)
