@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 import unittest
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from forebay import FIFOReplayPolicy, ReplayBuffer, ReplayPolicy, StalenessReplayPolicy, Storage
 from forebay.core.capacity import Settings
-from forebay.core.ledger import Account, Event, Place
+from forebay.core.ledger import Account, Clock, Event, Place
 from forebay.core.query import Node, parse, predicate
 from forebay.core.record import Record, Row, describe
 from forebay.core.rollout import Status
@@ -122,7 +123,7 @@ def rows_of(claimed: Claimed) -> list[Row]:
 
 @pytest.mark.parametrize("name", ["", "A", "1a", "a-b", 'a"b', "a;drop", "a" * 42, None])
 def test_a_buffer_name_that_is_no_identifier_is_refused(name: Any) -> None:
-    with pytest.raises(InvalidConfig, match="lower-case letter"):
+    with pytest.raises(InvalidConfig, match="lowercase letter"):
         PostgresStorage("postgresql://nowhere", name)
 
 
@@ -259,6 +260,52 @@ async def test_a_large_batch_goes_in_and_out_unchanged() -> None:
         assert [row.record.uid for row in claimed] == [record.uid for record in records]
         for i, row in enumerate(claimed):
             assert row.group[0].message[0]["content"] == f"{i} {text}"
+
+
+class Shy(ReplayPolicy):
+    def choose(self, rows: Sequence[Record], n: int) -> list[int]:
+        return [row.uid for row in rows[: n - 1]]
+
+
+async def test_a_policy_may_choose_fewer_groups_than_a_whole_claim_wants() -> None:
+    storage = schemas.make()
+    async with opened(storage, choose=Shy().choose):
+        await storage.put([by_hand() for _ in range(4)], owner="me")
+        assert (await storage.claim(lease(3))).rows is None
+        assert len(rows_of(await storage.claim(take(3)))) == 2
+
+
+async def test_operations_take_few_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    for name in ("execute", "executemany", "fetch", "fetchrow", "fetchval"):
+        as_it_is = getattr(asyncpg.Connection, name)
+
+        async def counted(self: Any, sql: str, *arguments: Any, as_it_is: Any = as_it_is, **more: Any) -> Any:
+            if "pg_notify" not in sql:
+                sent.append(sql)
+            return await as_it_is(self, sql, *arguments, **more)
+
+        monkeypatch.setattr(asyncpg.Connection, name, counted)
+
+    async def round_trips(work: Awaitable[Any]) -> int:
+        sent.clear()
+        await work
+        return len(sent)
+
+    prompts = [Content(group, describe(group)) for group in (tuple(make_group(status=Status.INIT)) for _ in range(4))]
+    storage = schemas.make()
+    async with opened(storage):
+        await storage.issue("math", prompts[:2], owner="me", cursor=0)
+        (record,) = await storage.put([by_hand()], owner="me")
+        await storage.advance({"math": Clock(train_step=1)})
+        assert await round_trips(storage.put([by_hand(), by_hand(task_name="code")], owner="me")) == 1
+        assert await round_trips(storage.issue("math", prompts[2:], owner="me", cursor=2)) == 4
+        back = [replace(by_hand(group_id), attempt=1) for group_id in range(4)]
+        assert await round_trips(storage.put(back, owner="me")) == 4
+        assert await round_trips(storage.claim(lease(3))) == 6
+        assert await round_trips(storage.claim(take(3, purpose=Purpose.DRAW))) == 1, "there is nothing to draw"
+        assert await round_trips(storage.settle("lease", [record.uid], Event.ACKED)) == 4
+        assert await round_trips(storage.summary(holdings=True)) == 1
 
 
 # --- wake-ups -----------------------------------------------------------------------------------------
@@ -442,12 +489,13 @@ async def test_a_snapshot_of_a_storage_that_nobody_has_open_leaves_no_connection
     storage = schemas.make()
     async with opened(storage):
         await storage.put([by_hand() for _ in range(3)], owner="me")
+    before = await execute(CONNECTIONS)
     snapshot = await storage.snapshot()
     if read:
         assert len([row async for row in snapshot.rows]) == 3
     del snapshot
     async with asyncio.timeout(HANG_S):
-        while await execute(CONNECTIONS):  # noqa: ASYNC110
+        while await execute(CONNECTIONS) > before:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

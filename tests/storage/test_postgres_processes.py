@@ -66,7 +66,7 @@ async def produce(buffer: ReplayBuffer, seed: int) -> None:
                     return
                 report(idle=True)
                 await asyncio.sleep(0.05)
-                # Whoever waits looks after the dead; a producer that only polls has to ask.
+                # Waiting reaps dead owners; a producer that only polls has to do it.
                 await buffer.storage.reap()
                 continue
         for group in drawn:
@@ -106,7 +106,7 @@ async def consume(buffer: ReplayBuffer, seed: int) -> None:
 
 
 async def sleepwalk(buffer: ReplayBuffer, seed: int) -> None:
-    """Hold a drawn group and a lease, say so, and go on only after having been stopped for longer than the lease."""
+    """Hold a drawn group and a lease, say so, and continue only after having been stopped for longer than the lease."""
     (drawn,) = (await internals(buffer).issue([make_group(status=Status.INIT)], TASK, cursor=0)).groups
     lease = await buffer.lease_batch({"code": 1}, train_step=1, timeout_s=HANG_S)
     report(holds=True)
@@ -162,7 +162,7 @@ class Actor:
         self.reports: list[dict[str, Any]] = []
 
     def go(self) -> None:
-        """Let it begin, or go on."""
+        """Let it begin, or continue."""
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
@@ -293,7 +293,7 @@ def test_g07_what_was_acknowledged_survives_crashes_of_the_server(crashes: int) 
                 acknowledged = {report["put"] for report in reports if "put" in report}
                 assert acknowledged <= found
                 unknown = len(found) - len(acknowledged)
-                assert unknown <= 2 * (crashes + 1), "at most one put of each child was under way at each crash"
+                assert unknown <= 2 * (crashes + 1), "at most one put of each child was in progress at each crash"
                 assert not await storage.verify()
 
         asyncio.run(check())

@@ -39,17 +39,25 @@ from forebay.storage.idempotency import is_held, taken_for_good
 from forebay.storage.local.outbox import Outbox
 from forebay.storage.local.table import Table
 from forebay.storage.rules import (
+    abandoned_record,
+    archived_record,
     check_return,
     claim_event,
+    claimed_record,
     copied,
     drawn_by_hand,
     duplicate_in_put,
+    ended_record,
     fitting,
     lost_lease,
+    nacked_record,
     new_record,
     restored_accounts,
+    returned_record,
     revised_record,
+    rewound_record,
     same_settings,
+    unclaimed_record,
 )
 
 __all__ = ["Engine"]
@@ -195,15 +203,7 @@ class Engine:
                 self._nack(row)
             else:
                 check_move(Event.ABANDONED, record.place)
-                abandoned = replace(
-                    record,
-                    place=Place.BUFFERED,
-                    status=Status.ABORTED,
-                    owner=None,
-                    timestamp_id=self._take_timestamp_id(),
-                    revision=record.revision + 1,
-                    moved_at=self.clock(),
-                )
+                abandoned = abandoned_record(record, self._take_timestamp_id(), self.clock())
                 self.table.replace(record, Row(abandoned, row.group))
             released[record.task_name] = released.get(record.task_name, 0) + 1
         self._change(released)
@@ -290,19 +290,11 @@ class Engine:
         if self.settings.max_bytes is not None and (size := response_size(content.facts)) is not None:
             note_size(account.sizes, size)
         if isinstance(target, End):
-            facts = content.facts
-            ended = replace(row.record, tokens=facts.tokens, status=facts.status, session_ids=facts.session_ids)
-            last = Row(ended, row.group)
+            last = Row(ended_record(row.record, content), row.group)
             self.table.replace(row.record, last)
             self._end(last, target, arrival.reason)
             return last.record
-        record = replace(
-            revised_record(row.record, content),
-            timestamp_id=self._take_timestamp_id(),
-            place=Place.BUFFERED,
-            owner=None,
-            moved_at=self.clock(),
-        )
+        record = returned_record(row.record, content, self._take_timestamp_id(), self.clock())
         self.table.replace(row.record, Row(record, self._keep(record, content)))
         return record
 
@@ -405,22 +397,9 @@ class Engine:
         now = self.clock()
         moved = []
         for row in rows:
-            record = row.record
-            if target is Place.LEASED:
-                changed = replace(
-                    record,
-                    place=target,
-                    owner=claim.owner,
-                    lease_id=claim.lease_id,
-                    train_step=claim.train_step,
-                    deliveries=record.deliveries + 1,
-                    moved_at=now,
-                )
-            else:
-                changed = replace(record, place=target, owner=claim.owner, attempt=record.attempt + 1, moved_at=now)
-            row = Row(changed, row.group)
-            self.table.replace(record, row)
-            moved.append(row)
+            claimed = Row(claimed_record(row.record, claim, now), row.group)
+            self.table.replace(row.record, claimed)
+            moved.append(claimed)
         return moved
 
     def undo(self, rows: Rows, moved_at: Mapping[int, float] = _NO_TIMES) -> None:
@@ -437,15 +416,7 @@ class Engine:
         if row is None or not is_held(row.record, claimed):
             return False
         now = row.record
-        back = replace(
-            now,
-            place=Place.BUFFERED,
-            owner=None,
-            lease_id=None,
-            train_step=None,
-            deliveries=now.deliveries - (now.place is Place.LEASED),
-            moved_at=moved_at.get(now.uid, now.moved_at),
-        )
+        back = unclaimed_record(now, moved_at.get(now.uid, now.moved_at))
         self.table.replace(now, Row(back, row.group))
         return True
 
@@ -485,8 +456,7 @@ class Engine:
     def _nack(self, row: Row) -> None:
         record = row.record
         check_move(Event.NACKED, record.place)
-        back = replace(record, place=Place.BUFFERED, owner=None, lease_id=None, train_step=None, moved_at=self.clock())
-        self.table.replace(record, Row(back, row.group))
+        self.table.replace(record, Row(nacked_record(record, self.clock()), row.group))
 
     def revise(self, revisions: Sequence[Revision]) -> list[bool]:
         """See `Storage.revise`."""
@@ -558,15 +528,7 @@ class Engine:
             return
         now = self.clock()
         for row in rows:
-            archived = replace(
-                row.record,
-                place=Place.ARCHIVED,
-                status=Status.ARCHIVED,
-                owner=None,
-                lease_id=None,
-                revision=row.record.revision + 1,
-                moved_at=now,
-            )
+            archived = archived_record(row.record, now)
             self.table.replace(row.record, Row(archived, row.group))
             self.archived.append(archived.uid)
         self._trim_archive()
@@ -608,14 +570,7 @@ class Engine:
             record = row.record
             check_move(Event.REWOUND, record.place)
             self.account(record.task_name).end(End.TRAINED, -record.tokens, None, groups=-1)
-            back = replace(
-                record,
-                place=Place.BUFFERED,
-                status=self._status_of(row),
-                train_step=None,
-                revision=record.revision + 1,
-                moved_at=self.clock(),
-            )
+            back = rewound_record(record, self._status_of(row), self.clock())
             self.table.replace(record, Row(back, row.group))
             self.archived.remove(record.uid)
             rewound[record.task_name] = rewound.get(record.task_name, 0) + 1

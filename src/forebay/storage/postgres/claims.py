@@ -173,7 +173,7 @@ async def claim(step: Step, claim: Claim, outlook: Outlook, settings: Settings, 
             return outlook.nothing()
     chosen = await _choose(step, claim, settings, waiting=waiting)
     if chosen is None:
-        return None
+        return None if settings.choose is None else outlook.nothing()  # a policy may choose fewer than there are
     now, found = chosen
     taken: dict[str, list[Record]] = {task_name: [] for task_name in claim.wants}
     ended: list[tuple[End, list[Record]]] = []

@@ -138,7 +138,7 @@ class Connections:
     async def _pool_of_loop(self) -> Any:
         loop = asyncio.get_running_loop()
         if self._pid != os.getpid():
-            # The sockets are the parent's as well: not even a goodbye may be sent over them.
+            # The sockets are shared with the parent: nothing may be sent over them, not even a goodbye.
             self._pid, self._pool, self._connected = os.getpid(), None, weakref.WeakSet()
         if self._pool is None or self._loop is not loop:
             self._terminate()
@@ -165,7 +165,7 @@ class Connections:
                 connection.terminate()
 
     async def close(self) -> None:
-        """Close all connections. Whoever took one has ended it before."""
+        """Close all connections; those from `take` were ended before."""
         pool, self._pool = self._pool, None
         if pool is None or self._pid != os.getpid():
             return

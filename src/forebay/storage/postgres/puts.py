@@ -19,7 +19,7 @@ from forebay.storage.base import Arrival, Content
 from forebay.storage.idempotency import CALL, Stored
 from forebay.storage.postgres import accounts
 from forebay.storage.postgres.columns import RECORD, from_text, read_record, to_text
-from forebay.storage.postgres.reads import USAGE, usage_of
+from forebay.storage.postgres.reads import SIZES, USAGE, sizes_of, usage_of
 from forebay.storage.postgres.step import NEW, NOW, Step
 from forebay.storage.rules import (
     check_return,
@@ -42,7 +42,7 @@ _SLICE_BYTES = 4 << 20
 _BEFORE_ISSUE = f"""
 SELECT (SELECT cursor FROM accounts WHERE task_name = $1 FOR UPDATE) AS cursor,
     (SELECT min(group_id) FROM groups WHERE task_name = $1 AND group_id BETWEEN $2 AND $3) AS taken,
-    ARRAY(SELECT ROW(size, sum(groups)::bigint) FROM sizes WHERE task_name = $1 AND $4 GROUP BY size) AS sizes, u.*
+    {SIZES.format("$1")} AS sizes, u.*
 FROM ({USAGE}) u"""
 
 _FIND = f"""
@@ -133,9 +133,9 @@ async def issue(
     source_state: bytes | None,
     settings: Settings,
 ) -> list[Record]:
-    """Write as many prompts as fit as rows in flight, and advance the cursor."""
+    """Write the prompts that fit as rows in flight, and advance the cursor."""
     connection, name = step.connection, to_text(task_name)
-    arguments = (name, cursor, cursor + len(contents) - 1, settings.max_bytes is not None)
+    arguments = (name, cursor, cursor + len(contents) - 1)
     found = await connection.fetchrow(_BEFORE_ISSUE, *arguments)
     reserved = _fitting(task_name, contents, cursor, found, settings)
     if reserved and found["cursor"] is None:  # the first prompts of the task: there was no account to lock
@@ -167,7 +167,7 @@ async def issue(
             (source_state, "bytea"),
             (name, "text"),
         )
-    if sum(n for _, n in found["sizes"]) >= MAX_SIZES:  # what was counted so far counts half from now on
+    if sum(sizes_of(found).values()) >= MAX_SIZES:  # what was counted so far counts half from now on
         await connection.execute("UPDATE sizes SET groups = groups / 2 WHERE task_name = $1", name)
         await connection.execute("DELETE FROM sizes WHERE task_name = $1 AND groups = 0", name)
     records = list((await _write(step, frames, stored)).values())
@@ -183,7 +183,7 @@ def _fitting(task_name: str, contents: Sequence[Content], cursor: int, found: An
         raise CursorMoved(task_name, cursor, found["cursor"] or 0)
     if found["taken"] is not None:
         raise drawn_by_hand(task_name, found["taken"])
-    return fitting(contents, dict(found["sizes"]), usage_of(found), settings)
+    return fitting(contents, sizes_of(found), usage_of(found), settings)
 
 
 # --- put ----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ result was true at one moment.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
@@ -23,7 +24,7 @@ from forebay.storage.postgres.owners import IS_LATE
 from forebay.storage.postgres.query import condition
 from forebay.storage.postgres.step import NOW
 
-__all__ = ["USAGE", "claimable", "due", "problems", "read", "records", "summary", "usage_of"]
+__all__ = ["SIZES", "USAGE", "claimable", "due", "problems", "read", "records", "sizes_of", "summary", "usage_of"]
 
 Found: TypeAlias = "tuple[Record, bytes | None]"
 """A record and its frame."""
@@ -34,6 +35,11 @@ SELECT coalesce(sum(in_flight + leased + {_BUFFERED}), 0)::bigint AS used_groups
     coalesce(sum(bytes), 0)::bigint AS used_bytes, coalesce(sum(reserved), 0)::bigint AS used_reserved,
     coalesce(sum({_BUFFERED}), 0)::bigint AS used_buffered
 FROM counters"""
+
+SIZES = """
+(SELECT json_object_agg(size, n) FROM (
+    SELECT size, sum(groups)::bigint AS n FROM sizes WHERE task_name = {} GROUP BY size) z)"""
+"""The sizes of a task's responses, for `sizes_of`."""
 
 _SUMS = ", ".join(f"coalesce(sum({name}), 0)::bigint AS {name}" for name in COUNTERS)
 
@@ -48,8 +54,9 @@ _EXPIRABLE = f"'{{{','.join(EXPIRABLE)}}}'::text[]"
 # The figures of a task (called k) from its account and its counters.
 _FIGURES = f"""
     a.task_name IS NOT NULL OR c.shards > 0 AS known, {ACCOUNT}, c.*,
-    ARRAY(SELECT ROW(old.status, count(*)) FROM ({_TOO_OLD.format(statuses=_EXPIRABLE)}) old GROUP BY old.status)
-        AS too_old"""
+    (SELECT json_object_agg(status, n) FROM (
+        SELECT old.status, count(*) AS n FROM ({_TOO_OLD.format(statuses=_EXPIRABLE)}) old GROUP BY old.status
+    ) counted) AS too_old"""
 _OF_TASK = f"""
 LEFT JOIN accounts a ON a.task_name = k.task_name
 LEFT JOIN LATERAL (SELECT count(*) AS shards, {_SUMS} FROM counters WHERE task_name = k.task_name) c ON true"""
@@ -59,16 +66,18 @@ SELECT k.task_name, EXISTS (SELECT FROM owners o WHERE {IS_LATE}) AS late, {_FIG
 FROM unnest($1::text[]) AS k (task_name) {_OF_TASK}"""
 
 _HOLDINGS = f"""
-SELECT ROW(task_name, place, owner, count(*), (array_agg(group_id ORDER BY moved_at, uid))[1],
-    greatest(0, {NOW} - min(moved_at)))
-FROM groups WHERE owner IS NOT NULL AND $2 GROUP BY task_name, place, owner ORDER BY min(moved_at)"""
+SELECT json_agg(json_build_array(task_name, place, owner, n, oldest, greatest(0, {NOW} - since)) ORDER BY since) FROM (
+    SELECT task_name, place, owner, count(*) AS n, (array_agg(group_id ORDER BY moved_at, uid))[1] AS oldest,
+        min(moved_at) AS since
+    FROM groups WHERE owner IS NOT NULL AND $2 GROUP BY task_name, place, owner) held"""
 
 _SUMMARY = f"""
-SELECT s.saved_step, u.*, -h.last_value - h.is_called::int AS next_hand_id, ARRAY({_HOLDINGS}) AS holdings,
+SELECT s.saved_step, u.*, -h.last_value - h.is_called::int AS next_hand_id, ({_HOLDINGS}) AS holdings,
     k.task_name, {_FIGURES},
-    ARRAY(SELECT ROW(reason, sum(groups)::bigint) FROM reasons WHERE task_name = k.task_name
-        GROUP BY reason HAVING sum(groups) <> 0 ORDER BY reason) AS reasons,
-    ARRAY(SELECT ROW(size, sum(groups)::bigint) FROM sizes WHERE task_name = k.task_name GROUP BY size) AS sizes
+    (SELECT json_object_agg(reason, n ORDER BY reason) FROM (
+        SELECT reason, sum(groups)::bigint AS n FROM reasons WHERE task_name = k.task_name GROUP BY reason
+    ) r WHERE n <> 0) AS reasons,
+    {SIZES.format("k.task_name")} AS sizes
 FROM store s CROSS JOIN ({USAGE}) u CROSS JOIN hand_ids h
 LEFT JOIN (SELECT task_name FROM accounts UNION SELECT task_name FROM counters) k
     ON $1::text[] IS NULL OR k.task_name = ANY($1) {_OF_TASK}
@@ -83,6 +92,15 @@ def usage_of(row: Any) -> Usage:
     return Usage(row["used_groups"], row["used_bytes"], row["used_reserved"])
 
 
+def sizes_of(row: Any) -> dict[int, int]:
+    """The sizes in a row that has a column SIZES."""
+    return {int(size): n for size, n in _counts(row["sizes"]).items()}
+
+
+def _counts(data: str | None) -> dict[str, int]:
+    return {} if data is None else json.loads(data)
+
+
 async def summary(connection: Any, tasks: Collection[str] | None, holdings: bool) -> tuple[Summary, int]:
     """Every count of these tasks (None: of all), and the number of buffered groups."""
     names = None if tasks is None else [to_text(task_name) for task_name in tasks]
@@ -93,12 +111,12 @@ async def summary(connection: Any, tasks: Collection[str] | None, holdings: bool
         if row["task_name"] is not None:
             task = _task_summary(row)
             task.account.next_hand_id = row["next_hand_id"]
-            task.account.reasons = {from_text(reason): groups for reason, groups in row["reasons"]}
-            task.account.sizes = dict(row["sizes"])
+            task.account.reasons = {from_text(reason): n for reason, n in _counts(row["reasons"]).items()}
+            task.account.sizes = sizes_of(row)
             found[from_text(row["task_name"])] = task
     held = [
         Holding(from_text(task_name), Place(place), from_text(owner), groups, oldest, age_s)
-        for task_name, place, owner, groups, oldest, age_s in first["holdings"]
+        for task_name, place, owner, groups, oldest, age_s in json.loads(first["holdings"] or "[]")
     ]
     return Summary(found, usage_of(first), held, first["saved_step"]), first["used_buffered"]
 
@@ -111,7 +129,7 @@ def _task_summary(row: Any) -> TaskSummary:
     account.ended_tokens = {end: row[f"{end}_tokens"] for end in End if row[str(end)]}
     statuses = {status: n for status, column in BUFFERED.items() if (n := row[column])}
     fresh = dict(statuses)
-    for status, n in row["too_old"]:
+    for status, n in _counts(row["too_old"]).items():
         fresh[Status(status)] -= n
     places = {Place.BUFFERED: sum(statuses.values()), **{place: row[str(place)] for place in _HELD}}
     tokens = {place: row[f"{place}_tokens"] for place in (Place.BUFFERED, *_HELD)}

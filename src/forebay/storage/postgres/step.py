@@ -140,7 +140,7 @@ class Step:
         self._dropped_payloads.append(record.uid)
 
     def also(self, sql: str, *values: tuple[Any, str]) -> None:
-        """Do one more change in the same statement; each {} stands for a value, which comes with its type."""
+        """Do one more change in the same statement; see `_Statement.add`."""
         self._more.append((sql, values))
 
     def answer(self, kept: Kept) -> None:
@@ -154,7 +154,7 @@ class Step:
     async def write(self, *, counted: bool = True) -> dict[tuple[str, int], Record]:
         """Write what was noted; the stored records by identity, with what the server filled in.
 
-        Without `counted` the counts are left for the next time: their rows are locked from then on.
+        Counts are locked from then on until the commit; without `counted` they are left for the next write.
         """
         statement = _Statement()
         stored, self._stored = self._stored, {}
@@ -242,7 +242,7 @@ class _Statement:
         self.values: list[Any] = []
 
     def add(self, name: str, sql: str, *values: tuple[Any, str]) -> None:
-        """Add a part; each {} in it stands for a value, which comes with its type."""
+        """Add a part, and pass a value of the given type for each {} in it."""
         names = []
         for value, kind in values:
             self.values.append(value)

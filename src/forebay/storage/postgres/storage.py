@@ -165,7 +165,8 @@ class PostgresStorage(Storage, CallMemory):
             notifier, self._notifier = self._notifier, None
             if notifier is not None:
                 await notifier.stop()
-            await self._connections.close()
+            if not self._uses:
+                await self._connections.close()
 
     async def _read(self, look: Callable[[Any], Awaitable[T]]) -> T:
         async with self._used(), self._connections.lend() as connection:
@@ -200,9 +201,9 @@ class PostgresStorage(Storage, CallMemory):
     # --- calls that may be repeated -----------------------------------------------------------------
 
     async def _once(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Do what a call asks. If another process did it meanwhile (one that was thought dead), return its answer.
+        """Run an operation. If its call was answered by another process meanwhile, return that answer.
 
-        A step that meets a group which did not exist when it looked runs again; then it finds the group.
+        An operation that collides with a group which did not exist when it looked runs again, and then finds the group.
         """
         call = CALL.get()
         for _ in range(10):
@@ -302,7 +303,7 @@ class PostgresStorage(Storage, CallMemory):
 
     async def _claim(self, claim: Claim, call: Call | None) -> Claimed:
         async def undo(step: Step, claimed: Claimed | None) -> None:
-            # An answer that is gone was seen: a claim in doubt was repeated elsewhere, and its groups are held.
+            # If the answer was dropped, the client has seen it: it repeated the call elsewhere, and holds the groups.
             if claimed is None or not claimed.rows:
                 return
             if call is None or await answers.retract(step.connection, call.client, call.sequence):
