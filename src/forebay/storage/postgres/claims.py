@@ -52,10 +52,10 @@ class Outlook:
     @property
     def is_worthwhile(self) -> bool:
         """Whether there is something to claim: for a whole claim, everything."""
-        missing = [wanted > self._fresh(task_name) for task_name, wanted in self._claim.wants.items()]
+        found = [(wanted, self._fresh(task_name)) for task_name, wanted in self._claim.wants.items()]
         if self._claim.whole:
-            return not any(missing)
-        return any(wanted > 0 and self._fresh(task_name) for task_name, wanted in self._claim.wants.items())
+            return all(fresh >= wanted for wanted, fresh in found)
+        return any(min(wanted, fresh) > 0 for wanted, fresh in found)
 
     def _fresh(self, task_name: str) -> int:
         task = self._tasks.get(task_name) or TaskSummary()
