@@ -69,7 +69,10 @@ class DisaggregatedAgentLoopManager(Manager):
     # --- the producer ---------------------------------------------------------------------------------
 
     async def produce_loop(self, batch_size: int) -> None:
-        """Fill the steps to come until `shutdown`. What goes wrong is raised here, and by the next `get_batch`."""
+        """Fill the steps to come until `shutdown`, or until the buffer is closed.
+
+        What goes wrong is raised here, and by the next `get_batch`.
+        """
         self._check_open()
         whole_number("batch_size", batch_size, least=1)
         if self._loop_running is not None:
@@ -86,10 +89,8 @@ class DisaggregatedAgentLoopManager(Manager):
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            if self._closed:
-                return  # the buffer was closed under it
-            if isinstance(error, BufferClosed):
-                raise  # which whoever asks next hears from the buffer itself
+            if self._closed or isinstance(error, BufferClosed):
+                return  # the run is over; whoever asks for a batch hears from the buffer itself
             self._failure = error
             log.warning("producer_failed", exc_info=error)
             raise
