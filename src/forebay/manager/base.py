@@ -488,15 +488,19 @@ class Manager:
         lines = [self._describe()]
         for name, task in self.tasks.items():
             owed = self.progress.owed(name, self.progress.target_upto)
-            available = await self.replay_buffer.produced(name)
-            trained = (await self.replay_buffer.ledger()).get(name, {}).get("trained", 0)
-            missing = max(0, trained + owed - available)
+            missing = await self._missing(name)
             lines.append(
                 f"task {name!r}: {missing} groups missing of {owed} owed up to step {self.progress.target_upto}; "
                 f"{task.strategy.in_flight(name)} in flight here"
             )
             lines += task.strategy.explain(name)
         return "\n".join(lines)
+
+    async def _missing(self, name: str) -> int:
+        """Groups of a task that the planned steps still need."""
+        available = await self.replay_buffer.produced(name)
+        trained = (await self.replay_buffer.ledger()).get(name, {}).get("trained", 0)
+        return max(0, trained + self.progress.owed(name, self.progress.target_upto) - available)
 
     def _describe(self) -> str:
         return (

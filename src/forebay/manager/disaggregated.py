@@ -323,7 +323,11 @@ class DisaggregatedAgentLoopManager(Manager):
             producer = "not running (produce_loop was not started, or has ended)"
         else:
             producer = str(self.producer_state)
-        return (
-            f"{super()._describe()}; producer {producer}, filling step {self.progress.producer_future_step}, at most "
-            f"up to {self.bound}"
-        )
+        future = self.progress.producer_future_step
+        if future > self.bound:
+            filling = (
+                f"keeping the steps up to {self.bound} filled, the last one that these weights are fresh enough for"
+            )
+        else:
+            filling = f"filling step {future}, at most up to {self.bound}"
+        return f"{super()._describe()}; producer {producer}, {filling}"
