@@ -187,6 +187,18 @@ async def test_functions_that_are_declared_cheap_are_called_on_the_event_loop() 
 # --- rewards ----------------------------------------------------------------------------------------------
 
 
+class ZeroDimensional:
+    """As a torch tensor without dimensions."""
+
+    shape = ()
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def item(self) -> float:
+        return self.value
+
+
 async def soon(value: Any) -> Any:
     await asyncio.sleep(1)
     return value
@@ -202,6 +214,9 @@ async def soon(value: Any) -> Any:
         (np.float32(0.25), {"score": 0.25}),
         (np.int64(3), {"score": 3.0}),
         (np.bool_(False), {"score": 0.0}),
+        (np.array(0.5), {"score": 0.5}),
+        (ZeroDimensional(0.5), {"score": 0.5}),
+        ({"score": ZeroDimensional(0.5), "format": "ok"}, {"score": 0.5, "format": "ok"}),
         ({"score": 0.5, "format": "ok"}, {"score": 0.5, "format": "ok"}),
         ({"format": "ok"}, {"format": "ok"}),
     ],
@@ -227,6 +242,36 @@ def test_what_a_reward_may_not_be_costs_a_try_and_no_work(value: Any) -> None:
         assert rewards(group) == [None, None]
         assert [state.response for state in group] == ["391", "391"]
         assert all(state.error_msg for state in group)
+
+
+def test_a_reward_that_is_no_number_is_said_to_be_returned() -> None:
+    def score(state: RolloutState) -> float:
+        return math.nan
+
+    problem = judged(finished(), reward_fn=score)
+    assert problem is not None
+    assert re.search(r"score returned nan for rollout \d of group None; expected a finite number", problem)
+    assert "raised" not in problem
+
+
+@simulated
+async def test_a_reward_that_cannot_be_stored_is_blamed_on_the_reward() -> None:
+    producer = Producer(max_tries=1, members=1, reward_fn=lambda state: {"score": 1.0, "x": object()})
+    with pytest.raises(TooManyFailures, match=r"the reward cannot be stored: .*\$\[0\]\.reward\.x"):
+        await producer.produce(1)
+
+
+@simulated
+async def test_only_attempts_that_were_judged_count_for_the_judging_time() -> None:
+    async def some(state: RolloutState) -> None:
+        if state.group_id == 0 and not state.num_tries:
+            raise RuntimeError("no answer")
+        answer(state)
+
+    producer = Producer(some, members=1, reward_fn=lambda state: soon(0.5))
+    await producer.produce(2)
+    figures = producer.strategy.figures(TASK)
+    assert (figures.attempts, figures.judged, figures.judge_s) == (3, 2, 2.0)
 
 
 def test_a_reward_may_be_set_by_the_function_itself() -> None:

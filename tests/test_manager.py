@@ -955,6 +955,25 @@ async def test_waiting_is_explained_by_task() -> None:
 
 
 @simulated
+async def test_groups_that_others_hold_are_said_to_be_missing() -> None:
+    storage = MemoryStorage(clock=now)
+    dead = ReplayBuffer(storage=storage, max_groups=4, lease_s=60)
+    await dead.put_many([make_group() for _ in range(4)], "math", model_step=0)
+    await dead.lease_batch({"math": 4}, train_step=1)
+    plane = colocated(buffer=ReplayBuffer(storage=storage, max_groups=4), loop=after(1))
+    producing = asyncio.ensure_future(plane.manager.produce_batch(4, 1, model_step=0).__aenter__())
+    await asyncio.sleep(7)
+    text = await plane.manager.explain_wait()
+    assert "task 'math' to have 4 completed groups in the buffer" in text
+    assert "task 'math': 4 groups missing of 4 owed up to step 1; 0 in flight here" in text
+    batch = await producing
+    assert "task 'math': 0 groups missing of 4 owed up to step 1" in await plane.manager.explain_wait()
+    assert batch.lease is not None
+    await batch.lease.ack()
+    await dead.close()
+
+
+@simulated
 async def test_the_ledger_of_a_manager_is_that_of_its_buffer() -> None:
     plane = colocated()
     await plane.manager.produce_batch(1, 1, model_step=0)

@@ -6,7 +6,7 @@ them together; `forebay.blocking` has the buffer for trainers that are not async
 """
 
 from forebay.agent_loop import AgentLoop, FunctionAgentLoop
-from forebay.buffer import ReplayBuffer
+from forebay.buffer import ReplayBuffer, checkpoint_exists
 from forebay.config import (
     AsyncReplayBufferConfig,
     ManagerConfig,
@@ -202,6 +202,7 @@ __all__ = [
     "VersionMismatch",
     "WaitTimeout",
     "WrongEventLoop",
+    "checkpoint_exists",
     "evaluate",
     "finish_status",
     "group_bytes",

@@ -12,6 +12,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import report
@@ -46,7 +47,7 @@ from forebay.storage.memory import MemoryStorage
 if TYPE_CHECKING:
     from forebay.checkpoint import Manifest
 
-__all__ = ["ReplayBuffer"]
+__all__ = ["ReplayBuffer", "checkpoint_exists"]
 
 Groups = list[list[RolloutState]]
 T = TypeVar("T")
@@ -653,3 +654,10 @@ class ReplayBuffer:
         self._ageing.load_state(manifest.extra.get("limits", {}))
         await self._ageing.recall()
         return manifest
+
+
+def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint was saved at a path, by a buffer or a manager. `resume` says whether it is whole."""
+    from forebay.publish import MANIFEST  # imported here: it would double the time of `import forebay`
+
+    return (Path(path) / MANIFEST).is_file()

@@ -143,7 +143,7 @@ class Manager:
             spare=spare,
         )
         if production.exhausted:
-            self._skip(name)
+            self._skip(name, production.rejections)
         if production.complete and production.available < production.target:
             raise ProduceError(
                 f"should_continue_fn of task {name!r} stopped at {production.available} of {production.target} groups, "
@@ -151,11 +151,11 @@ class Manager:
             )
         return production.complete
 
-    def _skip(self, name: str) -> None:
+    def _skip(self, name: str, rejections: int) -> None:
         """Filters reject everything of a task: plan its steps without it, until the next weight update."""
         left = [other for other, weight in self.progress.active_weights.items() if weight > 0 and other != name]
         if not left:
-            raise too_many_rejections(name, "groups", self.tasks[name].strategy.last_error(name))
+            raise too_many_rejections(name, rejections, self.tasks[name].strategy.last_error(name), skip=True)
         self.progress.skip_task(name, leased=self._leased)
         log.warning("task_skipped task=%s: filters reject all of its groups; tried again with newer weights", name)
         self.replay_buffer.nudge()
@@ -488,15 +488,19 @@ class Manager:
         lines = [self._describe()]
         for name, task in self.tasks.items():
             owed = self.progress.owed(name, self.progress.target_upto)
-            available = await self.replay_buffer.produced(name)
-            trained = (await self.replay_buffer.ledger()).get(name, {}).get("trained", 0)
-            missing = max(0, trained + owed - available)
+            missing = await self._missing(name)
             lines.append(
                 f"task {name!r}: {missing} groups missing of {owed} owed up to step {self.progress.target_upto}; "
                 f"{task.strategy.in_flight(name)} in flight here"
             )
             lines += task.strategy.explain(name)
         return "\n".join(lines)
+
+    async def _missing(self, name: str) -> int:
+        """Groups of a task that the planned steps still need."""
+        available = await self.replay_buffer.produced(name)
+        trained = (await self.replay_buffer.ledger()).get(name, {}).get("trained", 0)
+        return max(0, trained + self.progress.owed(name, self.progress.target_upto) - available)
 
     def _describe(self) -> str:
         return (

@@ -114,6 +114,14 @@ class AgentLoopManager(Manager):
             return None
         return await self.replay_buffer.try_lease(wants, train_step=train_step)
 
+    async def _missing(self, name: str) -> int:
+        # What others hold, also this manager's for another step, is not there for this one.
+        handed_out = sum(
+            step.sizes.get(name, 0) for number, step in self.progress.planned.items() if number in self._leased
+        )
+        completed, _ = await self.replay_buffer.completed_and_taken(name)
+        return max(0, self.progress.owed(name, self.progress.target_upto) - handed_out - completed)
+
     async def _meet_store(self, train_step: int, model_step: int) -> None:
         """Before the first step changes anything: a store that was trained further, or drawn from another data set."""
         if not self._met_store:

@@ -69,7 +69,10 @@ class DisaggregatedAgentLoopManager(Manager):
     # --- the producer ---------------------------------------------------------------------------------
 
     async def produce_loop(self, batch_size: int) -> None:
-        """Fill the steps to come until `shutdown`. What goes wrong is raised here, and by the next `get_batch`."""
+        """Fill the steps to come until `shutdown`, or until the buffer is closed.
+
+        What goes wrong is raised here, and by the next `get_batch`.
+        """
         self._check_open()
         whole_number("batch_size", batch_size, least=1)
         if self._loop_running is not None:
@@ -86,10 +89,8 @@ class DisaggregatedAgentLoopManager(Manager):
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            if self._closed:
-                return  # the buffer was closed under it
-            if isinstance(error, BufferClosed):
-                raise  # which whoever asks next hears from the buffer itself
+            if self._closed or isinstance(error, BufferClosed):
+                return  # the run is over; whoever asks for a batch hears from the buffer itself
             self._failure = error
             log.warning("producer_failed", exc_info=error)
             raise
@@ -322,7 +323,11 @@ class DisaggregatedAgentLoopManager(Manager):
             producer = "not running (produce_loop was not started, or has ended)"
         else:
             producer = str(self.producer_state)
-        return (
-            f"{super()._describe()}; producer {producer}, filling step {self.progress.producer_future_step}, at most "
-            f"up to {self.bound}"
-        )
+        future = self.progress.producer_future_step
+        if future > self.bound:
+            filling = (
+                f"keeping the steps up to {self.bound} filled, the last one that these weights are fresh enough for"
+            )
+        else:
+            filling = f"filling step {future}, at most up to {self.bound}"
+        return f"{super()._describe()}; producer {producer}, {filling}"

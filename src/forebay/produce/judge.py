@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import time
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
@@ -83,6 +84,11 @@ class Judge:
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return self.reward_fn is None and self.group_reward_fn is None and not self.filters
+
+    @property
+    def rewards(self) -> bool:
+        """Whether it gives rewards."""
+        return self.reward_fn is not None or self.group_reward_fn is not None
 
     async def judge(self, members: list[RolloutState], *, keep_rejected: bool = False) -> Judged:
         """Reward the finished members, and filter the group if it is complete.
@@ -273,8 +279,12 @@ def _answer(state: RolloutState) -> Any:
     return state.task_name, state.rollout_id, state.segment, state.response
 
 
+class _BadReward(InvalidInput):
+    """What a function returned is no reward; the message says so by itself."""
+
+
 def _text(error: Exception, prefix: str = "") -> str:
-    return f"{prefix}{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, _BadReward) else f"{prefix}{type(error).__name__}: {error}"
 
 
 def _give(members: Sequence[RolloutState], rewards: Sequence[dict[str, Any] | None]) -> None:
@@ -285,22 +295,38 @@ def _give(members: Sequence[RolloutState], rewards: Sequence[dict[str, Any] | No
 def _reward_of(state: RolloutState, score: Any, function: Callable[..., Any]) -> dict[str, Any]:
     """The reward that a function gave a sample: what it returned, or None if it, or the agent loop, set `reward`."""
     score = state.reward if score is None else score
+    name = getattr(function, "__qualname__", function)
+    sample = f"for rollout {state.rollout_id} of group {state.group_id}"
     if score is None:
-        raise InvalidInput(
-            f"{getattr(function, '__qualname__', function)} returned None for rollout {state.rollout_id} of group "
-            f"{state.group_id}, and `reward` is not set; return its score, or set `reward`"
-        )
-    return _as_reward(score)
-
-
-def _as_reward(score: Any) -> dict[str, Any]:
-    if isinstance(score, dict):
-        return {name: value.item() if isinstance(value, np.generic) else value for name, value in score.items()}
-    if isinstance(score, (bool, int, float, np.number, np.bool_)):
-        return {"score": float(score)}
+        raise _BadReward(f"{name} returned None {sample}, and `reward` is not set; return its score, or set `reward`")
     if isinstance(score, RolloutState):
-        raise InvalidInput("a reward function returned a sample; return its score, or None if it set `reward` itself")
-    raise InvalidInput(f"a reward is {score!r:.80}; expected a number, a dict with a 'score', or None")
+        raise _BadReward(f"{name} returned a sample; return its score, or None if it set `reward` itself")
+    reward = _as_reward(score)
+    if reward is None or not _is_finite(reward.get("score", 0.0)):
+        raise _BadReward(
+            f"{name} returned {score!r:.80} {sample}; expected a finite number, a dict whose 'score', if any, is "
+            "a finite number, or None if it set `reward` itself"
+        )
+    return reward
+
+
+def _as_reward(score: Any) -> dict[str, Any] | None:
+    """A reward as it is kept; None if it is none."""
+    if isinstance(score, dict):
+        return {name: _plain(value) for name, value in score.items()}
+    number = _plain(score)
+    return {"score": float(number)} if isinstance(number, (bool, int, float)) else None
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of numpy or torch as a number of Python; anything else as it is."""
+    if isinstance(value, np.generic) or (getattr(value, "shape", None) == () and hasattr(value, "item")):
+        return value.item()
+    return value
+
+
+def _is_finite(score: Any) -> bool:
+    return score is None or (isinstance(score, (bool, int, float)) and math.isfinite(score))
 
 
 async def _all_ended(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

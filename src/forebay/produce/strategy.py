@@ -63,6 +63,7 @@ class Production(msgspec.Struct, frozen=True, kw_only=True):
     task_name: str
     complete: bool
     exhausted: bool = False  # filters reject everything, and the task is to be skipped
+    rejections: int = 0  # groups in a row that filters had rejected when it ended
     target: int
     available: int
     started: int
@@ -288,6 +289,7 @@ class ProduceStrategy:
                         task_name=task_name,
                         complete=enough,
                         exhausted=skip and not enough,
+                        rejections=works.rejections_in_a_row,
                         target=goal,
                         available=available,
                         started=started,
@@ -464,7 +466,7 @@ class ProduceStrategy:
             )
         if works.exhausted and self.budgets.when_exhausted == "raise":
             rejections, works.rejections_in_a_row = works.rejections_in_a_row, 0
-            raise too_many_rejections(works.task_name, f"{rejections} groups", works.last_error)
+            raise too_many_rejections(works.task_name, rejections, works.last_error)
 
     # --- pausing --------------------------------------------------------------------------------------
 
@@ -673,11 +675,13 @@ class ProduceStrategy:
             )
 
 
-def too_many_rejections(task_name: str, groups: str, reason: str | None) -> TooManyRejections:
-    """The error for a task whose groups are all filtered."""
+def too_many_rejections(task_name: str, groups: int, reason: str | None, *, skip: bool = False) -> TooManyRejections:
+    """The error for a task whose groups are all filtered. `skip`: it should be skipped, but there is no other task."""
+    found = " when_exhausted='skip' found no other task to produce instead." if skip else ""
+    advice = "add a task, or use when_exhausted='accept'" if skip else "or choose another when_exhausted"
     return TooManyRejections(
-        f"{groups} of task {task_name!r} in a row were filtered, and none was kept; the last reason: {reason}. Loosen "
-        "the filter, change the prompts, raise max_consecutive_rejections, or choose another when_exhausted"
+        f"{groups} groups of task {task_name!r} in a row were filtered, and none was kept; the last reason: {reason}."
+        f"{found} Loosen the filter, change the prompts, raise max_consecutive_rejections, {advice}"
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -304,9 +305,11 @@ class Works:
                     set_aside(members)
             else:
                 stage.name, stage.since = "judging", clock()
+                answered = any(state.status is Status.COMPLETED for state in members)
                 judged, judge_error, cancelled = await self._judged(members, stage)
                 error = judge_error or error
-                judge_s = None if self._judge.idle else clock() - stage.since
+                if answered and not self._judge.idle and (judge_error or not any(state.unjudged for state in members)):
+                    judge_s = clock() - stage.since
         except Exception as wrong:
             # An unforeseen value in a sample; in any case the group goes back.
             log.exception("group_mishandled task=%s group=%s", self.task_name, issued[0].group_id)
@@ -639,7 +642,9 @@ class Works:
                 if resort == "without any":
                     raise
                 log.warning("group_refused task=%s group=%s error=%s", self.task_name, back.issued[0].group_id, refused)
-                error = f"what the agent loop returned cannot be stored: {refused}"
+                by_judge = self._judge.rewards and re.search(r"\$\[\d+\]\.reward\b", str(refused))
+                what = "the reward" if by_judge else "what the agent loop returned"
+                error = f"{what} cannot be stored: {refused}"
                 everyone = resort == "without those that are refused"
                 members = refused_members(members, back.issued, error, everyone=everyone)
                 settle_tries(members, back.issued, self._max_tries)
