@@ -26,6 +26,8 @@ def buffer() -> Iterator[blocking.ReplayBuffer]:
 # For producers and managers, which run on the buffer's own loop: they wait, try and look in its turns, and have the
 # native buffer at hand. From another thread what they tell would be out of date on arrival.
 HOOKS = {
+    "completed_and_taken",
+    "give_back_owed",
     "asking",
     "bounded_bytes",
     "lease_attempt",

@@ -658,7 +658,7 @@ def test_closing_ends_a_get_batch_in_another_thread_and_later_calls_say_so(tmp_p
 def test_closing_ends_a_produce_batch_in_another_thread() -> None:
     with blocking.AgentLoopManager(colocated(never)) as manager, concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(manager.produce_batch(3, 1, model_step=0).take)
-        until(has_waiting(manager, "task 'math' to have 3 groups"))
+        until(has_waiting(manager, "task 'math' to have 3 completed groups"))
         manager.close()
         with pytest.raises(BufferClosed):
             waiting.result(timeout=HANG_S)
@@ -729,3 +729,21 @@ def test_a_close_that_fails_says_so_when_all_has_ended(monkeypatch: pytest.Monke
     with pytest.raises(StorageError, match="disk is full"):
         manager.close()
     manager.close()
+
+
+def test_the_error_of_a_block_is_raised_when_closing_fails_too() -> None:
+    class FailsToClose(SyncProduceStrategy):
+        async def close(self) -> None:
+            await super().close()
+            raise RuntimeError("cleaning up failed")
+
+    def make() -> blocking.AgentLoopManager:
+        buffer = ReplayBuffer()
+        strategy = FailsToClose(buffer, progress=NoProgress())
+        task = Task(name=TASK, sampler=Sampler(PROMPTS), agent_loop=FunctionAgentLoop(answer), strategy=strategy)
+        return blocking.AgentLoopManager(lambda: forebay.AgentLoopManager([task], buffer))
+
+    with pytest.raises(ValueError, match="the original"), make():
+        raise ValueError("the original")
+    with pytest.raises(RuntimeError, match="cleaning up failed"), make():
+        pass

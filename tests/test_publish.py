@@ -17,7 +17,7 @@ from forebay.checkpoint import ENVELOPE as ROLLOUTS
 from forebay.checkpoint import CheckpointWriter, open_checkpoint
 from forebay.errors import CheckpointError, DamagedData, InvalidInput
 from forebay.files import FileOps
-from forebay.publish import DirectoryWriter, Envelope, NewerVersion, open_plain, open_published
+from forebay.publish import DirectoryWriter, Envelope, OtherVersion, open_plain, open_published
 from tests.failing_files import Failing
 from tests.test_checkpoint_format import failure
 
@@ -117,7 +117,7 @@ def test_every_altered_byte_every_other_length_and_an_older_version_is_refused()
 
 
 def test_a_newer_version_is_kept_apart_from_damage() -> None:
-    with pytest.raises(NewerVersion, match="version 4; this Forebay reads 3"):
+    with pytest.raises(OtherVersion, match="version 4; this Forebay reads 3"):
         ENVELOPE.open(Envelope("forebay-things", 4).seal(b"{}"), Path("here"))
 
 

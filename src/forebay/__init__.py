@@ -6,7 +6,7 @@ them together; `forebay.blocking` has the buffer for trainers that are not async
 """
 
 from forebay.agent_loop import AgentLoop, FunctionAgentLoop
-from forebay.buffer import ReplayBuffer
+from forebay.buffer import ReplayBuffer, checkpoint_exists
 from forebay.config import (
     AsyncReplayBufferConfig,
     ManagerConfig,
@@ -44,6 +44,7 @@ from forebay.errors import (
     ProduceError,
     ProducerStopped,
     ReferenceLost,
+    RewardUnavailable,
     StorageError,
     StorageInUse,
     StorageUnavailable,
@@ -172,6 +173,7 @@ __all__ = [
     "ReplayBuffer",
     "ReplayBufferConfig",
     "ReplayPolicy",
+    "RewardUnavailable",
     "RolloutState",
     "SampleParams",
     "Sampler",
@@ -200,6 +202,7 @@ __all__ = [
     "VersionMismatch",
     "WaitTimeout",
     "WrongEventLoop",
+    "checkpoint_exists",
     "evaluate",
     "finish_status",
     "group_bytes",

@@ -12,6 +12,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay import report
@@ -46,7 +47,7 @@ from forebay.storage.memory import MemoryStorage
 if TYPE_CHECKING:
     from forebay.checkpoint import Manifest
 
-__all__ = ["ReplayBuffer"]
+__all__ = ["ReplayBuffer", "checkpoint_exists"]
 
 Groups = list[list[RolloutState]]
 T = TypeVar("T")
@@ -294,15 +295,23 @@ class ReplayBuffer:
         return account.cursor, account.source_state
 
     async def redraw(
-        self, n: int, task_name: str, statuses: Sequence[Status] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
+        self,
+        n: int,
+        task_name: str,
+        statuses: Sequence[Status] = (Status.INIT, Status.EXPIRED, Status.ABORTED),
+        *,
+        group_ids: Collection[int] = (),
     ) -> Groups:
-        """For samplers: up to n groups to be generated again, an earlier status first, then by group_id."""
+        """For samplers: up to n groups to be generated again, an earlier status first, then by group_id.
+
+        `group_ids`: only these groups, if any are given.
+        """
         await self._session.ready()
         chosen = checked_statuses(statuses)
         for status in chosen:
             if status not in (Status.INIT, Status.EXPIRED, Status.ABORTED):
                 raise InvalidInput(f"{status} groups cannot be drawn again; expected init, expired or aborted")
-        return await self._outlet.draw(n, checked_task(task_name), chosen)
+        return await self._outlet.draw(n, checked_task(task_name), chosen, tuple(sorted(group_ids)))
 
     # --- for producers --------------------------------------------------------------------------------
 
@@ -314,7 +323,7 @@ class ReplayBuffer:
             return None
         room = max(0, limit - (await self.storage.usage()).groups)
         if not room:
-            await self._session.refused("", ())
+            await self._session.refused(())
         return room
 
     def produces(self, producer: object, tasks: Collection[str]) -> None:
@@ -355,12 +364,16 @@ class ReplayBuffer:
 
     async def produced(self, task_name: str) -> int:
         """Groups of a task that count towards its target: buffered COMPLETED (and fresh), leased, trained."""
+        return sum(await self.completed_and_taken(task_name))
+
+    async def completed_and_taken(self, task_name: str) -> tuple[int, int]:
+        """Groups of a task that are buffered as COMPLETED (and fresh), and those that are leased or trained."""
         await self._session.ready()
         line = (await self.storage.ledger()).get(task_name)
         if line is None:
-            return 0
+            return 0, 0
         completed = (await self.storage.available((task_name,), Status.COMPLETED))[task_name]
-        return completed + line["leased"] + line["trained"]
+        return completed, line["leased"] + line["trained"]
 
     async def train_steps(self) -> dict[str, int]:
         """The latest train step that each task was judged for, by anybody: the clock of the storage."""
@@ -372,6 +385,11 @@ class ReplayBuffer:
         """Whether groups are held by other users of the storage (who may be dead since less than their `lease_s`)."""
         await self._session.ready()
         return any(holding.owner != self.owner for holding in await self.storage.holdings())
+
+    async def give_back_owed(self) -> None:
+        """For managers: return groups that were claimed for a batch which an outage kept from being handed out."""
+        await self._session.ready()
+        await self._outlet.give_back_owed()
 
     def nudge(self) -> None:
         """Let every wait look again: something that it depends on changed outside the storage."""
@@ -636,3 +654,10 @@ class ReplayBuffer:
         self._ageing.load_state(manifest.extra.get("limits", {}))
         await self._ageing.recall()
         return manifest
+
+
+def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint was saved at a path, by a buffer or a manager. `resume` says whether it is whole."""
+    from forebay.publish import MANIFEST  # imported here: it would double the time of `import forebay`
+
+    return (Path(path) / MANIFEST).is_file()

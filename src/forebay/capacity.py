@@ -3,12 +3,14 @@
 Room is reserved when a group is issued: the bytes of its prompt, and for every member the 99th percentile of the size
 of a response, as the groups of its task showed it. The reservation is part of the group's record and gives way to the
 true size when the group is back. So what is held exceeds `max_bytes` by at most what groups grow beyond their
-reservations. Pure: storages keep the sizes by task (`Account.sizes`) and ask here.
+reservations. One group can start whenever nothing is in flight and its prompt fits: then its reservation is what is
+free, so that one long response does not keep shorter ones out. Pure: storages keep the sizes by task
+(`Account.sizes`) and ask here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from forebay.errors import NoRoom
@@ -24,7 +26,7 @@ __all__ = [
     "check_room",
     "fits",
     "note_size",
-    "reservation",
+    "reservations",
     "reserved_after",
     "response_size",
     "response_size_p99",
@@ -80,16 +82,22 @@ def response_size_p99(sizes: Sizes) -> int | None:
     return None
 
 
-def reservation(facts: Facts, sizes: Sizes, settings: Settings) -> int:
-    """The bytes that are reserved for a prompt when it is issued.
+def reservations(prompts: Sequence[Facts], sizes: Sizes, settings: Settings, usage: Usage, in_flight: int) -> list[int]:
+    """The bytes that are reserved for prompts when they are issued.
 
-    A single group always fits into an empty buffer: its reservation is at most the whole of it.
+    A single prompt while nothing is in flight gets at most what is free, and at least its own size.
     """
     if settings.max_bytes is None:
-        return 0
+        return [0] * len(prompts)
     response = response_size_p99(sizes)
-    grows = settings.expect_group_bytes if response is None else facts.samples * response
-    return max(facts.bytes, min(facts.bytes - facts.response_bytes + grows, settings.max_bytes))
+    most = settings.max_bytes
+    if len(prompts) == 1 and not in_flight:
+        most -= usage.bytes + usage.reserved
+    reserved = []
+    for facts in prompts:
+        grows = settings.expect_group_bytes if response is None else facts.samples * response
+        reserved.append(max(facts.bytes, min(facts.bytes - facts.response_bytes + grows, most)))
+    return reserved
 
 
 def reserved_after(reserved_bytes: int, facts: Facts) -> int:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from numpy import integer, ndarray
+from numpy import generic, integer, ndarray
 
 from forebay.errors import InvalidGroup, InvalidInput
 from forebay.rollout import RolloutState, Status, versioned_tokens
 
-__all__ = ["check_group", "whole_number"]
+__all__ = ["check_group", "plain_columns", "whole_number"]
 
 _COLUMNS = ("prompt_ids", "tokens", "response_ids", "logprobs", "response_mask", "input_ids", "labels")
 
@@ -83,6 +83,21 @@ def check_group(group: Sequence[RolloutState], task_name: str) -> tuple[int | No
             "rollout ids, or distinct segments of one rollout"
         )
     return group_id, attempt
+
+
+def plain_columns(group: Sequence[RolloutState]) -> bool:
+    """Turn numpy scalars in token columns that are lists into numbers; whether there were any.
+
+    `[*state.response_ids, token]` makes them of an array. Costs a look at every item: for what is refused otherwise.
+    """
+    found = False
+    for state in group:
+        for name in _COLUMNS:
+            column = getattr(state, name)
+            if type(column) is list and any(isinstance(item, generic) for item in column):
+                setattr(state, name, [item.item() if isinstance(item, generic) else item for item in column])
+                found = True
+    return found
 
 
 def _check_columns(state: RolloutState) -> None:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from forebay.ageing import Ageing
 from forebay.arguments import checked_wants
 from forebay.checks import whole_number
-from forebay.errors import BufferClosed, InvalidConfig, LostLease
+from forebay.errors import BufferClosed, InvalidConfig, LostLease, StorageUnavailable
 from forebay.lease import Lease
 from forebay.ledger import Event, Place
 from forebay.record import present, separate_extra_fields
@@ -37,6 +37,7 @@ class Outlet:
         self._session = session
         self._storage = session.storage
         self._ageing = ageing
+        self._owed: dict[str, list[int]] = {}  # leases that could be neither handed out nor given back
 
     async def prepare(self, wants: Mapping[str, int]) -> None:
         """What is too old expires, and what a dead holder had comes back, before anything is claimed."""
@@ -53,11 +54,15 @@ class Outlet:
         assert claimed is not None
         return await self.hand_out(claimed, None)
 
-    async def draw(self, n: int, task_name: str, statuses: tuple[Status, ...]) -> Groups:
+    async def draw(
+        self, n: int, task_name: str, statuses: tuple[Status, ...], group_ids: tuple[int, ...] = ()
+    ) -> Groups:
         """At most n groups to be generated again."""
         wants = checked_wants({task_name: n})
         await self.prepare(wants)
-        claim = Claim(wants=wants, statuses=statuses, purpose=Purpose.DRAW, owner=self._session.owner)
+        claim = Claim(
+            wants=wants, statuses=statuses, purpose=Purpose.DRAW, owner=self._session.owner, group_ids=group_ids
+        )
         claimed = await self._storage.claim(claim)
         assert claimed is not None
         return [present(row) for row in claimed[task_name]]
@@ -88,6 +93,7 @@ class Outlet:
             await self._ageing.advance(train_step, limits)
 
         async def attempt() -> Claimed | None:
+            await self.give_back_owed()
             await self.prepare(wants)
             claimed = await self._storage.claim(claim)
             if claimed is None and claim.watermarks:
@@ -103,12 +109,20 @@ class Outlet:
                     await self._ageing.expire(claim.watermarks)
                 groups = await self.hand_out(claimed, train_step)
             except BaseException:
-                with suppress(LostLease, BufferClosed):  # then it is back already
-                    await self.settle(lease_id, list(uids.values()), Event.NACKED, None)
+                self._owed[lease_id] = list(uids.values())
+                with suppress(StorageUnavailable):  # the next attempt gives it back
+                    await self.give_back_owed()
                 raise
             return Lease(lease_id, train_step, groups, uids, self.settle)
 
         return attempt, grant
+
+    async def give_back_owed(self) -> None:
+        """Return groups that were claimed and could not be handed out."""
+        for lease_id, uids in list(self._owed.items()):
+            with suppress(LostLease, BufferClosed):  # then they are back already
+                await self.settle(lease_id, uids, Event.NACKED, None)
+            self._owed.pop(lease_id, None)
 
     async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
         await self._session.ready()

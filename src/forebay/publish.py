@@ -43,7 +43,7 @@ __all__ = [
     "UNREADABLE",
     "DirectoryWriter",
     "Envelope",
-    "NewerVersion",
+    "OtherVersion",
     "doing",
     "open_plain",
     "open_published",
@@ -76,8 +76,8 @@ def doing(what: str, path: Path) -> Iterator[None]:
 # --- the manifest -------------------------------------------------------------------------------------
 
 
-class NewerVersion(DamagedData):
-    """Kept apart from damage: it must not be overwritten."""
+class OtherVersion(DamagedData):
+    """Written by a newer or an older Forebay. Kept apart from damage: it must not be overwritten."""
 
 
 class _Format(msgspec.Struct):
@@ -105,7 +105,7 @@ class Envelope:
         return data
 
     def open(self, data: bytes, path: Path) -> bytes:
-        """The body, byte for byte as it was sealed; DamagedData, NewerVersion if a newer Forebay wrote it."""
+        """The body, byte for byte as it was sealed; DamagedData, OtherVersion if another Forebay wrote it."""
         try:
             found = _format_decoder.decode(data)
         except UNREADABLE as error:
@@ -113,8 +113,14 @@ class Envelope:
         if found.format != self.format:
             raise DamagedData(f"{path} is of format {found.format[:100]!r}; expected {self.format!r}")
         if found.version > self.version:
-            raise NewerVersion(
+            raise OtherVersion(
                 f"{path} is of version {found.version}; this Forebay reads {self.version}: use a newer one"
+            )
+        if 1 <= found.version < self.version:
+            raise OtherVersion(
+                f"{path} is of version {found.version}, which an older Forebay wrote; this Forebay reads only version "
+                f"{self.version}: finish that run with the Forebay that began it, or begin a new run in another "
+                "directory"
             )
         body = data[len(self._before_digest()) + 64 + len(_MIDDLE) : -len(_CLOSING)]
         if data != self._sealed(body):
@@ -376,7 +382,7 @@ class DirectoryWriter:
             raise InvalidInput(f"{path} {what} and would be overwritten; save to another directory, or remove it")
         try:
             return self._names_in(self._envelope.open(data, path))
-        except NewerVersion:
+        except OtherVersion:
             raise
         except DamagedData:
             return None

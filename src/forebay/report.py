@@ -13,9 +13,10 @@ from forebay.group_ends import GroupEnds
 from forebay.ledger import Account, LedgerLine, Place
 from forebay.rollout import Status
 from forebay.storage.base import Holding, Settings, Usage
+from forebay.threads import Pool
 from forebay.waiting import Wait
 
-__all__ = ["capacity", "explanation", "figures"]
+__all__ = ["capacity", "explanation", "figures", "full_pools"]
 
 Counts = Mapping[str, Mapping[Status, int]]
 
@@ -79,6 +80,15 @@ def explanation(
             + ("; nothing new fits until groups leave" if full else "")
         )
     return "\n".join(lines)
+
+
+def full_pools(pools: Iterable[Pool]) -> list[str]:
+    """Pools whose threads are all busy, a line for each: calls that need one wait."""
+    return [
+        f"all {pool.max_threads} threads of the pool {pool.name!r} ({pool.use}) are busy, {pool.waiting} calls wait"
+        for pool in pools
+        if pool.running >= pool.max_threads
+    ]
 
 
 def capacity(

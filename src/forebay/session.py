@@ -17,13 +17,13 @@ from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 from forebay import report
-from forebay.capacity import fits, reservation
+from forebay.capacity import fits
 from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, NoRoom, WaitTimeout, WrongEventLoop
 from forebay.group_ends import GroupEnds
 from forebay.record import Facts
 from forebay.rollout import Status
 from forebay.storage.base import Ready, Reaped, Settings, Storage
-from forebay.threads import in_thread
+from forebay.threads import FILES, in_thread
 from forebay.waiting import Changes, Deadline, Heartbeat, Waits
 
 __all__ = ["SHARED_LEASE_S", "Session"]
@@ -57,7 +57,7 @@ class Session:
         self.group_ends: GroupEnds | None = None
         self.producers: WeakKeyDictionary[object, frozenset[str]] = WeakKeyDictionary()
         self._asked: list[Mapping[str, int]] = []
-        self._refused: tuple[str, tuple[Facts, ...]] | None = None  # task and prompts that found no room last
+        self._refused: tuple[Facts, ...] | None = None  # the prompts that found no room last
 
     # --- life -----------------------------------------------------------------------------------------
 
@@ -198,9 +198,9 @@ class Session:
         try:
             done = await attempt()
         except NoRoom as full:
-            ready = self._needed(full)
+            ready = self._needed(full, prompts)
             if prompts:
-                await self.refused(task_name, prompts)
+                await self.refused(prompts)
         else:
             self._refused = None
             return done
@@ -212,9 +212,9 @@ class Session:
                 try:
                     return await attempt()
                 except NoRoom as full:
-                    ready = self._needed(full)
+                    ready = self._needed(full, prompts)
 
-    def _needed(self, full: NoRoom) -> Ready:
+    def _needed(self, full: NoRoom, prompts: Sequence[Facts]) -> Ready:
         """The room that a step has to wait for; InvalidInput if there can never be so much."""
         for limit, needed, unit in (
             (self.settings.max_groups, full.groups, "groups"),
@@ -225,7 +225,8 @@ class Session:
                     f"{needed} {unit} can never fit into a buffer of {limit} {unit}; put less at once, or raise "
                     f"max_{unit}"
                 ) from full
-        return Ready(room_groups=full.groups, room_bytes=full.bytes)
+        # A single prompt may need less than it did when others were in flight; see `capacity`.
+        return Ready(room_groups=full.groups, room_bytes=prompts[0].bytes if len(prompts) == 1 else full.bytes)
 
     @property
     def produced(self) -> frozenset[str] | None:
@@ -243,9 +244,9 @@ class Session:
         finally:
             self._asked.remove(wants)
 
-    async def refused(self, task_name: str, prompts: Sequence[Facts]) -> None:
+    async def refused(self, prompts: Sequence[Facts]) -> None:
         """Prompts (none: of any size) found no room. InvalidConfig if the producer would wait forever, too."""
-        is_news, self._refused = self._refused is None, (task_name, tuple(prompts))
+        is_news, self._refused = self._refused is None, tuple(prompts)
         for wants in self._asked:
             await self.check_can_come(wants)
         if is_news:
@@ -260,7 +261,7 @@ class Session:
         """
         if self._refused is None:
             return
-        task_name, prompts = self._refused
+        prompts = self._refused
         ledger = await self.storage.ledger()
         if any(line["in_flight"] or line["leased"] for line in ledger.values()):
             return
@@ -275,15 +276,15 @@ class Session:
             available[name] >= n for name, n in wants.items()
         ):
             return
-        sizes = (await self.storage.account(task_name)).sizes
-        needed = sum(reservation(facts, sizes, self.settings) for facts in prompts)
+        # One group can start in any room that its prompt fits into; see `capacity`.
+        needed = sum(facts.bytes for facts in prompts)
         usage = await self.storage.usage()
         if fits(usage, self.settings, max(1, len(prompts)), needed) or await self.storage.ledger() != ledger:
             return
         there = ", ".join(f"{available[name]} of {n} groups of task {name!r}" for name, n in wants.items() if n > 0)
         raise InvalidConfig(
             f"a batch can never be complete: {there} are there, nothing is in flight or leased, and the next prompt "
-            f"({needed:,} bytes with its responses) finds no room; "
+            f"({needed:,} bytes without responses) finds no room; "
             f"{report.capacity(usage, self.settings, ledger, self.produced)}. Raise the limit, or ask for less"
         )
 
@@ -303,7 +304,7 @@ class Session:
     async def explain(self) -> str:
         """What is being waited for, what there is of it, and who holds the rest."""
         ledger = await self.storage.ledger()
-        return report.explanation(
+        text = report.explanation(
             self.waits,
             asyncio.get_running_loop().time(),
             ledger,
@@ -313,3 +314,4 @@ class Session:
             self.settings,
             self.produced,
         )
+        return "\n".join([text, *report.full_pools((FILES,))])

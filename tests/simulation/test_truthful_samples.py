@@ -475,8 +475,8 @@ class NotTrained(Exception):
 class WaitedWriter(Writer):
     """SQLite's writer thread. Virtual time stands still while it works."""
 
-    def __init__(self, connect: Callable[[], Any]) -> None:
-        super().__init__(connect)
+    def __init__(self, connect: Callable[[], Any], check: Callable[[], None]) -> None:
+        super().__init__(connect, check)
         futures.wait((self.opened(),))
 
     def submit(self, *work: Any, **options: Any) -> futures.Future[Any]:

@@ -5,7 +5,8 @@ What a loop promises
   status (COMPLETED, ABORTED, FAILED) and its response. It may return more samples of a rollout (segments 0, 1, ...),
   never fewer rollouts, and never another group's. Members that are COMPLETED already are kept as they are.
 - Cumulative fields: with partial rollout a member may arrive with tokens. The response that comes back then starts
-  with them, and versions that it brings along stay in front.
+  with them, and versions that it brings along stay in front. Without partial rollout `generate_group` drops what an
+  earlier attempt left before it calls `generate`; what this attempt generated, turn by turn, is never dropped.
 - `pause` asks for an early end: members that are under way come back soon, as ABORTED with the tokens they have.
   Until `resume`, everything that arrives comes back at once, untouched. Both may be called again and again.
 - When `generate_group` is cancelled, whatever is in the list that it was given counts as what there is.
@@ -15,9 +16,11 @@ What a loop promises
   a reset returns to the prompt as issued. What it needs to continue a partial rollout belongs in `loop_state`.
 - `idle` returns when the engine has stopped all requests of this loop: only then may it be given new weights.
 - An engine that is away costs time only. `generate` raises a ConnectionError, or what HTTP clients make of one, or of a
-  status 502 to 504: it is called again when the engine may be back. If it fails again although others succeeded
-  meanwhile, it was something else (a tool, say), and the member fails. `EngineUnavailable` ends producing; the members
-  keep their tokens, and spend no try.
+  status 502 to 504: it is called again when the engine may be back. Tokens that it has written into the sample by then
+  stay there, and `enable_partial_rollout` is True: it continues behind them, as the weights are the same. If it fails
+  again although others succeeded meanwhile, or if the loop can ask its engine and that answers, it was something else
+  (a tool, say), and the member fails. `EngineUnavailable` ends producing; the members keep their tokens, and spend no
+  try.
 
 `AgentLoop` keeps all that for you if you write `generate` for one sample: members run concurrently, one that raises is
 FAILED and keeps none of its siblings from finishing, and a cancel waits for all of them.
@@ -34,7 +37,7 @@ from typing import ClassVar
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage, is_outage
 from forebay.errors import EngineUnavailable, ForebayError, InvalidGroup
 from forebay.prompts import independent, start_again
-from forebay.rollout import RolloutState, Status, reset_response
+from forebay.rollout import RolloutState, Status, carries_response, reset_response
 
 __all__ = ["AgentLoop", "failed_member", "identify_member"]
 
@@ -125,6 +128,8 @@ class AgentLoop(ABC):
 
     async def _generate_member(self, state: RolloutState, enable_partial_rollout: bool) -> Sequence[RolloutState]:
         try:
+            if not enable_partial_rollout and carries_response(state):
+                start_again(state)  # in place: when the group is cancelled, this very sample is what there is
             result = await self._generate_through_outages(state, enable_partial_rollout)
             members = [result] if isinstance(result, RolloutState) else result
             well = isinstance(members, (list, tuple)) and all(isinstance(member, RolloutState) for member in members)
@@ -162,7 +167,7 @@ class AgentLoop(ABC):
                 if failed_at is not None and self.__answered > failed_at:
                     raise  # a later call succeeded: it is not the engine, but a tool, say, or this very prompt
                 failed_at = self.__begun
-                waiting = asyncio.ensure_future(self.outage.wait(f"{type(error).__name__}: {error}"))
+                waiting = asyncio.ensure_future(self._wait_for_engine(error))
                 pausing = asyncio.ensure_future(self.until_paused())
                 try:
                     await asyncio.wait((waiting, pausing), return_when=asyncio.FIRST_COMPLETED)
@@ -173,7 +178,10 @@ class AgentLoop(ABC):
                     state.status = Status.ABORTED
                     return state
                 waiting.result()
-                if not enable_partial_rollout:
+                # Weights change in a pause, which ends this call; unless the engine takes them while it runs.
+                if carries_response(state) and not self.takes_weights_while_running:
+                    enable_partial_rollout = True
+                elif not enable_partial_rollout:
                     start_again(state)
                 state.status = Status.INIT
             else:
@@ -182,6 +190,15 @@ class AgentLoop(ABC):
                     self.outage.over()
                 return result
 
+    async def _wait_for_engine(self, error: Exception) -> None:
+        if await self._engine_answers():
+            raise error
+        await self.outage.wait(f"{type(error).__name__}: {error}")
+
+    async def _engine_answers(self) -> bool:
+        """Whether the engine is known to be up, so that a connection that failed was another one, to a tool, say."""
+        return False  # a loop of the user's own has nobody to ask
+
     @property
     def outage(self) -> Outage:
         """Whether the engine is away, and since when."""
@@ -189,9 +206,20 @@ class AgentLoop(ABC):
             self._outage = Outage(repr(self)[:200], self.down_timeout_s)
         return self._outage
 
+    def explain_wait(self) -> str | None:
+        """What the engine is waited for at the moment, for people; None if it is not."""
+        return None if self._outage is None else self._outage.describe()
+
     def outage_s(self) -> float:
         """How long the engine was away so far, in all; this time counts for no timeout."""
         return 0.0 if self._outage is None else self._outage.seconds()
+
+    def excuses(self, group: Sequence[RolloutState]) -> bool:
+        """Whether the loop last ended this group early because of a fault outside of it, such as a dead process.
+
+        Its members are ABORTED then, and spend no try.
+        """
+        return False
 
     # --- pausing --------------------------------------------------------------------------------------
 

@@ -20,7 +20,6 @@ import msgspec
 import numpy as np
 
 from forebay.errors import InvalidInput
-from forebay.prompts import start_again
 from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn, VersionSpans, finish_status
 
 __all__ = ["TRANSIENT_STATUSES", "Answer", "EventReader", "Interrupted", "Piece", "WrongAnswer", "merged", "read_piece"]
@@ -219,7 +218,7 @@ def merged(defaults: SampleParams, own: SampleParams | None) -> SampleParams:
 class Answer:
     """A sample and what came for it so far; kept apart, and written into the sample in one go: O(n) in all."""
 
-    def __init__(self, state: RolloutState, params: SampleParams, *, keep_tokens: bool) -> None:
+    def __init__(self, state: RolloutState, params: SampleParams) -> None:
         if state.prompt_ids is None or not len(state.prompt_ids):
             raise InvalidInput(
                 f"{_name(state)} has no prompt_ids, and a completion server is sent tokens; give the sampler a "
@@ -230,8 +229,6 @@ class Answer:
                 f"{_name(state)} has mm_info ({', '.join(map(str, state.mm_info))}), and a completion request carries "
                 "tokens only; use a loop of your own for multimodal prompts"
             )
-        if not keep_tokens and (state.response_ids is not None or state.response is not None):
-            start_again(state)  # in place: when the group is cancelled, this very sample is what there is
         self.state = state
         self.params = params
         self.finish_reason: str | None = None
@@ -292,10 +289,14 @@ class Answer:
             self._versions += self._reported
 
     def settled(self) -> bool:
-        """Whether there is nothing to ask for: it has ended, by the server's word or by its own last token."""
+        """Whether there is nothing to ask for: it has ended, by the server's word or by its own last token.
+
+        A token that the model did not generate (its mask is 0) ends no turn of the model.
+        """
         if self.finish_reason is None and len(self):
             last = self._ids[-1] if self._ids else self.state.response_ids[-1]  # type: ignore[index]
-            if last in self.params.stop_token_ids:
+            mask = None if self._ids else self.state.response_mask
+            if last in self.params.stop_token_ids and (mask is None or mask[-1]):
                 self.finish_reason = "stop"
             elif self.params.max_tokens is not None and len(self) >= self.params.max_tokens:
                 self.finish_reason = "length"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from forebay.agent_loop.base import AgentLoop
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
-from forebay.errors import InvalidConfig
+from forebay.errors import InvalidConfig, InvalidInput
 from forebay.rollout import RolloutState, Status, finish_status
 
 __all__ = ["FunctionAgentLoop"]
@@ -22,7 +23,8 @@ class FunctionAgentLoop(AgentLoop):
     The function fills the sample in (and returns None or the sample), or returns new ones. One that leaves the status
     at INIT has it read from `finish_reason`, or is COMPLETED if it has a response. `cancel_on_pause`: a pause cancels
     running calls, and what they wrote into their sample by then is kept as ABORTED; otherwise it waits for their end.
-    A function that raises a ConnectionError is called again when the engine may be back, for `down_timeout_s`.
+    A function that raises a ConnectionError is called again when the engine may be back, for `down_timeout_s`, with
+    what it has written into its sample by then: it continues behind that, or overwrites it.
     `idle`: an async function that returns when the engine has stopped our requests, like `VLLMControl(url).idle`.
     """
 
@@ -34,8 +36,10 @@ class FunctionAgentLoop(AgentLoop):
         idle: Callable[[], Awaitable[None]] | None = None,
         down_timeout_s: float = DOWN_TIMEOUT_S,
     ) -> None:
-        if not callable(function):
-            raise InvalidConfig(f"FunctionAgentLoop got {function!r:.80}; expected an async function of one sample")
+        if not callable(function) or _is_plain(function):
+            raise InvalidConfig(
+                f"FunctionAgentLoop got {function!r:.80}; expected an async function of one sample (`async def`)"
+            )
         if idle is not None and not callable(idle):
             raise InvalidConfig(f"idle is {idle!r:.80}; expected an async function, or None")
         self.function = function
@@ -52,7 +56,10 @@ class FunctionAgentLoop(AgentLoop):
     async def generate(
         self, state: RolloutState, *, enable_partial_rollout: bool
     ) -> RolloutState | Sequence[RolloutState]:
-        answering = asyncio.ensure_future(self.function(state))
+        called = self.function(state)
+        if not inspect.isawaitable(called):
+            raise _unexpected(called, "an async function (`async def`)")
+        answering = asyncio.ensure_future(called)
         pausing = asyncio.ensure_future(self.until_paused()) if self.cancel_on_pause else None
         watched = {answering} if pausing is None else {answering, pausing}
         try:
@@ -69,10 +76,24 @@ class FunctionAgentLoop(AgentLoop):
             return state
         answer = answering.result()
         result = state if answer is None else answer
-        for member in (result,) if isinstance(result, RolloutState) else result:
+        members = (result,) if isinstance(result, RolloutState) else result
+        if not isinstance(members, (list, tuple)) or not all(isinstance(member, RolloutState) for member in members):
+            raise _unexpected(answer, "None or the sample, which it has filled in, or several samples")
+        for member in members:
             if member.status is Status.INIT:
                 _settle_status(member, stopped)
         return result
+
+
+def _is_plain(function: object) -> bool:
+    """Whether something is a `def` that cannot be meant to be awaited; a lambda, or what wraps others, may be."""
+    inner = inspect.unwrap(function) if callable(function) else function
+    named = inspect.isroutine(inner) and getattr(inner, "__name__", "") != "<lambda>"
+    return named and inner is function and not inspect.iscoroutinefunction(function)
+
+
+def _unexpected(returned: object, expected: str) -> InvalidInput:
+    return InvalidInput(f"the function of a FunctionAgentLoop returned {returned!r:.80}; expected {expected}")
 
 
 def _settle_status(state: RolloutState, stopped: bool) -> None:

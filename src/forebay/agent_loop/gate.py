@@ -68,6 +68,9 @@ class Engine(Protocol):
     async def idle(self) -> None:
         """Wait until the server has stopped our requests."""
 
+    def explain_wait(self) -> str | None:
+        """What the control waits for at the moment, for people; None if for nothing."""
+
 
 class ServerGate:
     """Knows which process at `url` has the current weights. See the top of this file.
@@ -105,13 +108,16 @@ class ServerGate:
         if self._doubt is None and self.model_step == model_step and self._expected is not None:
             return  # a control that loaded them knows better
         if self._explicit:
-            raise EngineError(
-                f"{self.url} was loaded with the weights of step {self.model_step} by its control, and is said to have "
-                f"those of step {model_step}; give them to update_weights of the control"
-            )
+            raise self._not_loaded(model_step, f"was loaded with the weights of step {self.model_step} by its control")
         if self.controlled or model_step == 0:
             with suppress(Unreachable):  # asked again before anything from it counts
                 await self._check_version(model_step)
+                if self.controlled and model_step > 0 and not self.trust_restarts:
+                    version = await self.version()
+                    if version != str(model_step):
+                        raise self._not_loaded(
+                            model_step, f"was given no weights by its control, and reports version {version!r}"
+                        )
         self.model_step, self._doubt, self._expected, self._explicit = model_step, None, None, False
         if model_step > 0:
             try:
@@ -130,6 +136,13 @@ class ServerGate:
                 f"of an earlier run. Load those of step {model_step} with update_weights of its control, or restart "
                 "the server"
             )
+
+    def _not_loaded(self, model_step: int, found: str) -> EngineError:
+        return EngineError(
+            f"{self.url} {found}, but is said to have the weights of step {model_step}; give them to update_weights of "
+            "its control. Several servers are updated together: pause_produce, update_weights of each control without "
+            f"a manager, then continue_produce({model_step})"
+        )
 
     def loaded(self, model_step: int, process: Process) -> None:
         """A control has loaded the weights of this step into this process."""

@@ -8,7 +8,8 @@ What it promises
   turn, or for the next attempt, ends at once as well.
 - Trouble that may pass is tried again, with growing delays; what another attempt cannot help is an `EngineError` at
   once. A server that cannot be reached (refused, connection lost, status 502 to 504) is waited for: no attempt is
-  counted, the tokens stay, and after `down_timeout_s` it is `EngineUnavailable`, which spends no try either.
+  counted, the tokens stay, and after `down_timeout_s` it is `EngineUnavailable`, which spends no try either. When a
+  tool of a subclass cannot be reached while the server answers, the member fails.
 - Tokens count only from a server that is known to have the current weights (see `gate`): one that restarted serves its
   start-up weights, and raises `EngineRestarted`, unless a control loads them again.
 - A pause is over when the server has stopped our requests (`idle`), not when their connections are closed.
@@ -50,8 +51,9 @@ from forebay.agent_loop.completion import (
     read_piece,
 )
 from forebay.agent_loop.gate import Engine, ServerGate, Unreachable
+from forebay.agent_loop.names import NamedHosts
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
-from forebay.agent_loop.server import authorization, checked_url, fetch, until_idle
+from forebay.agent_loop.server import authorization, checked_url, fetch, same_server, until_idle
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
 from forebay.rollout import RolloutState, SampleParams, Status
 from forebay.threads import see_through
@@ -91,7 +93,9 @@ class OpenAIAgentLoop(AgentLoop):
       Without one the loop finds out by itself, from what the server publishes.
     - `trust_restarts`: the server loads the current weights by itself whenever it starts.
     - `client`: your own (for a proxy, or certificates), which stays yours to close. Build it with
-      `limits=httpx.Limits(max_connections=None)`: see the comment where we build ours.
+      `limits=httpx.Limits(max_connections=None)`: see the comment where we build ours. It resolves names in asyncio's
+      default executor: if your tools fill that, give it `transport=forebay.agent_loop.names.NamedHosts(...)`, or an
+      address as `base_url`.
 
         async with OpenAIAgentLoop(url, "policy", sample_params=SampleParams(max_tokens=1024)) as loop:
             group = await loop.generate_group(group)
@@ -142,6 +146,13 @@ class OpenAIAgentLoop(AgentLoop):
         self.vocabulary = vocabulary
         if engine is not None and trust_restarts:
             raise InvalidConfig("engine and trust_restarts are both given; give trust_restarts to the control")
+        if engine is not None and not isinstance(getattr(engine, "gate", None), ServerGate):
+            raise InvalidConfig(f"engine is {engine!r:.80}; expected a control of forebay.engines, or None")
+        if engine is not None and not same_server(engine.gate.url, self._root):
+            raise InvalidConfig(
+                f"the loop asks {self._root}, but its engine is the control of {engine.gate.url}; expected one server, "
+                "because tokens count by what the control knows of it"
+            )
         self._engine = engine
         self._gate = (
             ServerGate(self._root, self._fetch, trust_restarts=trust_restarts) if engine is None else engine.gate
@@ -158,8 +169,13 @@ class OpenAIAgentLoop(AgentLoop):
         # a request that was cancelled while connecting (encode/httpcore#1099), so pauses would end in a standstill.
         self._client = client or httpx.AsyncClient(
             trust_env=False,
-            verify=self.url.startswith("https:"),  # plain HTTP, without redirects, needs no certificates loaded
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency),
+            transport=NamedHosts(
+                httpx.AsyncHTTPTransport(
+                    trust_env=False,
+                    verify=self.url.startswith("https:"),  # plain HTTP, without redirects, needs no certificates loaded
+                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency),
+                )
+            ),
         )
 
     def __repr__(self) -> str:
@@ -183,6 +199,11 @@ class OpenAIAgentLoop(AgentLoop):
         else:
             await until_idle(self._fetch, self._root)
 
+    def explain_wait(self) -> str | None:
+        """What the server is waited for, by requests or by an update of its weights."""
+        waits = (super().explain_wait(), None if self._engine is None else self._engine.explain_wait())
+        return "; ".join(filter(None, waits)) or None
+
     async def weights_loaded(self, model_step: int) -> None:
         """Note which process has the weights of this step. EngineError if the server cannot be asked."""
         await self._gate.weights_loaded(model_step)
@@ -190,13 +211,24 @@ class OpenAIAgentLoop(AgentLoop):
     async def _fetch(self, path: str) -> bytes | None:
         return await fetch(self._client, self._root + path, self._headers)
 
+    async def _engine_answers(self) -> bool:
+        try:
+            await self._gate.ask()
+        except Unreachable:
+            return False
+        return True
+
     async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
-        """Answer one sample in place. InvalidInput without `prompt_ids`, EngineError if the server does not answer."""
+        """Answer one sample in place. InvalidInput without `prompt_ids`, EngineError if the server does not answer.
+
+        It continues after `response_ids`, so a subclass may call it once for each turn. `generate_group` has dropped
+        what an earlier attempt left, unless `enable_partial_rollout`.
+        """
         if self.paused:
             state.status = Status.ABORTED
             return state
         _check_vocabulary(state, self.vocabulary)
-        answer = Answer(state, merged(self.sample_params, state.sample_params), keep_tokens=enable_partial_rollout)
+        answer = Answer(state, merged(self.sample_params, state.sample_params))
         answering = asyncio.create_task(self._complete(answer))
         pausing = asyncio.create_task(self.until_paused())
         both = (answering, pausing)
@@ -368,7 +400,9 @@ class OpenAIAgentLoop(AgentLoop):
         text = self._without_key(said.decode("utf-8", "replace"))
         detail = f": {text[:_QUOTED]}" if text.strip() else ""
         if response.status_code not in TRANSIENT_STATUSES:
-            return WrongAnswer(f"status {response.status_code}{detail}")
+            missing = response.status_code == 404 and not self.url.endswith("/v1/completions")
+            hint = "; base_url usually ends in /v1" if missing else ""
+            return WrongAnswer(f"status {response.status_code}{detail}{hint}")
         if response.status_code in _GATEWAY_STATUSES:
             self._gate.lost_connection()
         wait = re.fullmatch(r"\d{1,9}(\.\d{1,9})?", response.headers.get("retry-after", "").strip())

@@ -3,14 +3,14 @@
 A request that finds the engine away calls `wait`, which returns when it is worth trying again: after a growing delay
 and, if the caller can ask the server something, an answer. All requests of a loop share one delay, one question and one
 log line. An outage is over when a request succeeds, which `over` reports; after `down_timeout_s` without that, waits
-end with `EngineUnavailable`.
+end with `EngineUnavailable`. That time counts only while all engines of the run are away (`peers`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from forebay.agent_loop.gate import Unreachable
 from forebay.errors import EngineUnavailable, InvalidConfig
@@ -90,18 +90,33 @@ class Outage:
         self.on_change: Callable[[], None] | None = None
         self._probes = 0  # groups that may be started to find out whether it is the engine
         self._opening: asyncio.Task[None] | None = None
+        self.peers: Sequence[Outage] = ()  # of the other engines of a run: while one of them is not away, it waits
 
     def seconds(self) -> float:
         """How long the engine was away in all, this outage included."""
         now = 0.0 if self._since is None else asyncio.get_running_loop().time() - self._since
         return self._before_s + now
 
+    @property
+    def away(self) -> bool:
+        """Whether the engine was away when it was last asked."""
+        return self._since is not None
+
     def describe(self) -> str | None:
         """What is wrong at the moment, for people; None if nothing is."""
         if self._since is None:
             return None
-        left_s = self.down_timeout_s - (asyncio.get_running_loop().time() - self._since)
-        return f"{self.name} is away ({self._reason}); given up in {max(0.0, left_s):.0f} s"
+        left_s = self._left_s()
+        given_up = "not given up while another engine works" if left_s is None else f"given up in {left_s:.0f} s"
+        return f"{self.name} is away ({self._reason}); {given_up}"
+
+    def _left_s(self) -> float | None:
+        """How long it is still waited for; None while another engine of the run is not away."""
+        began = [outage._since for outage in (self, *self.peers)]
+        since = [moment for moment in began if moment is not None]
+        if len(since) < len(began):
+            return None
+        return max(0.0, self.down_timeout_s - (asyncio.get_running_loop().time() - max(since)))
 
     async def wait(self, reason: str, probe: Callable[[], Awaitable[object]] | None = None) -> None:
         """Return when it is worth trying again; EngineUnavailable if the engine was away for `down_timeout_s`."""
@@ -117,14 +132,15 @@ class Outage:
     async def _open(self, probe: Callable[[], Awaitable[object]] | None) -> None:
         clock = asyncio.get_running_loop().time
         while self._since is not None:  # otherwise a request succeeded meanwhile
-            left_s = self.down_timeout_s - (clock() - self._since)
-            if left_s <= RESOLUTION_S:
+            left_s = self._left_s()
+            if left_s is not None and left_s <= RESOLUTION_S:
                 raise EngineUnavailable(
                     f"{self.name} could not be reached for {clock() - self._since:.0f} s (down_timeout_s is "
                     f"{self.down_timeout_s:g}): {self._reason}. Nothing was lost and no try was spent: try "
                     "again when it is back"
                 )
-            delay_s = min(self.first_delay_s * 2.0 ** min(self._delays, 16), _MAX_DELAY_S, left_s)
+            delay_s = min(self.first_delay_s * 2.0 ** min(self._delays, 16), _MAX_DELAY_S)
+            delay_s = delay_s if left_s is None else min(delay_s, left_s)
             self._delays += 1
             await asyncio.sleep(delay_s)
             if self._since is None:

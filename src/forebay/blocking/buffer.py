@@ -157,9 +157,14 @@ class ReplayBuffer:
         return self._thread.call(self.native.position(task_name))
 
     def redraw(
-        self, n: int, task_name: str, statuses: Sequence[Status] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
+        self,
+        n: int,
+        task_name: str,
+        statuses: Sequence[Status] = (Status.INIT, Status.EXPIRED, Status.ABORTED),
+        *,
+        group_ids: Collection[int] = (),
     ) -> Groups:
-        return self._thread.call(self.native.redraw(n, task_name, statuses), undo=self._give_back)
+        return self._thread.call(self.native.redraw(n, task_name, statuses, group_ids=group_ids), undo=self._give_back)
 
     def get(self, batch_size: int, task_name: str, group_status: Status) -> Groups:
         return self._thread.call(self.native.get(batch_size, task_name, group_status))

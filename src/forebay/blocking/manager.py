@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -29,6 +30,8 @@ __all__ = ["AgentLoopManager", "Batch", "BatchRequest", "DisaggregatedAgentLoopM
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Manager)
+
+log = logging.getLogger(__name__)
 
 
 class Batch:
@@ -221,8 +224,13 @@ class _Manager(Generic[M]):
         """Shut down, close the buffer, stop the loop: every wait ends with BufferClosed. Closing twice is allowed."""
         self._thread.stop()
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+            log.exception("close_failed: after another error, which is raised")
 
 
 async def _end(manager: Manager) -> None:

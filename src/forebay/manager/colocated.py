@@ -8,7 +8,6 @@ import os
 from forebay.checks import whole_number
 from forebay.errors import InvalidInput, WaitTimeout
 from forebay.lease import Lease
-from forebay.ledger import LedgerLine
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
 from forebay.waiting import Deadline
@@ -74,6 +73,7 @@ class AgentLoopManager(Manager):
         self._refuse_what_is_too_old(train_step, model_step)
         self._producing = True
         try:
+            await self._settle_owed()
             await self._patiently(lambda: self._meet_store(train_step, model_step))
             if model_step > self.model_step:
                 self.progress.skipped.clear()
@@ -100,22 +100,27 @@ class AgentLoopManager(Manager):
 
     async def _attempt(self, batch_size: int, train_step: int) -> Lease | None:
         sizes = self.progress.plan(batch_size, train_step)
+        await self.replay_buffer.give_back_owed()  # before the producer waits for their room
         await self.replay_buffer.refresh_staleness(
             task_stale_thresholds={name: task.strategy.stale_threshold for name, task in self.tasks.items()},
             current_train_step=train_step,
         )
         wants = {name: groups for name, groups in sizes.items() if groups}
         with self.replay_buffer.asking(sizes):
-            complete = await self._produce(sizes, lambda name, line: self._target(sizes[name], line))
+            complete = await self._produce(sizes)
         self._check_open()
         await self._pause_strategies(self.tasks)
         if not complete:
             return None
         return await self.replay_buffer.try_lease(wants, train_step=train_step)
 
-    def _target(self, groups: int, line: LedgerLine) -> int | None:
+    async def _missing(self, name: str) -> int:
         # What others hold, also this manager's for another step, is not there for this one.
-        return line.get("trained", 0) + line.get("leased", 0) + groups if groups else None
+        handed_out = sum(
+            step.sizes.get(name, 0) for number, step in self.progress.planned.items() if number in self._leased
+        )
+        completed, _ = await self.replay_buffer.completed_and_taken(name)
+        return max(0, self.progress.owed(name, self.progress.target_upto) - handed_out - completed)
 
     async def _meet_store(self, train_step: int, model_step: int) -> None:
         """Before the first step changes anything: a store that was trained further, or drawn from another data set."""

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from forebay.errors import StorageUnavailable
 from forebay.lease import Lease, Request
+from forebay.ledger import Event
 from forebay.produce.figures import Figures, quantile
 from forebay.rollout import RolloutState, Status, versioned_tokens
 from forebay.staleness import group_staleness
@@ -160,6 +162,10 @@ class BatchRequest(Request[ProduceBatchResult]):
     async def _awaited(self) -> ProduceBatchResult:
         result = await self._granted()
         if result.lease is not None:
-            await result.lease.settle_on_exit(None)
+            try:
+                await result.lease.settle_on_exit(None)
+            except StorageUnavailable:
+                result.lease.owed = Event.NACKED  # nobody got the groups
+                raise
             result.lease = None
         return result

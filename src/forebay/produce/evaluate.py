@@ -21,7 +21,7 @@ from forebay.errors import InvalidDataset, InvalidInput
 from forebay.produce.figures import Outcome
 from forebay.produce.judge import GroupReward, Judge, SampleReward
 from forebay.produce.progress import Progress, default_progress
-from forebay.produce.settings import Budgets, Timeouts
+from forebay.produce.settings import Budgets, Timeouts, checked_timeouts
 from forebay.produce.work import Steps, Works
 from forebay.rollout import RolloutState, Status
 from forebay.sampler import Sampler
@@ -95,7 +95,7 @@ async def evaluate(
         name,
         buffer,
         judge,
-        Timeouts() if timeouts is None else timeouts,
+        checked_timeouts(timeouts),
         Limits(None, None, True),
         partial=False,
         max_tries=whole_number("max_tries", max_tries, least=1),

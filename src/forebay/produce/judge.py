@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -40,13 +42,14 @@ class Judged(NamedTuple):
     """How judging went. `error`: what raised, or was wrong with a score or verdict.
 
     `passing`: it may be an outage, so judging can be repeated. `rewarded`: the rewards were given, and something behind
-    them failed. `rejected`: the reason of a filter.
+    them failed. `rejected`: the reason of a filter. `hung`: it did not end in time.
     """
 
     error: str | None = None
     passing: bool = False
     rewarded: bool = False
     rejected: str | None = None
+    hung: bool = False
 
 
 class Judge:
@@ -72,7 +75,7 @@ class Judge:
         self.group_reward_fn = group_reward_fn
         self.filters = tuple(filters)
         self.concurrency = whole_number("reward_concurrency", concurrency, least=1)
-        self.pool = Pool("judge", concurrency)
+        self.pool = Pool("judge", concurrency, "rewards and filters")
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._warned: set[int] = set()
         self._calls: dict[Any, asyncio.Future[Any]] = {}  # in threads
@@ -81,6 +84,11 @@ class Judge:
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return self.reward_fn is None and self.group_reward_fn is None and not self.filters
+
+    @property
+    def rewards(self) -> bool:
+        """Whether it gives rewards."""
+        return self.reward_fn is not None or self.group_reward_fn is not None
 
     async def judge(self, members: list[RolloutState], *, keep_rejected: bool = False) -> Judged:
         """Reward the finished members, and filter the group if it is complete.
@@ -113,7 +121,7 @@ class Judge:
         if is_cheap(function):
             results = [self._called(function, state) for state in todo]
             if any(inspect.isawaitable(result) for result in results):
-                results = await _all_ended([self._awaited(result) for result in results])
+                results = await _all_ended([self._awaited(function, result) for result in results])
         else:
             results = await _all_ended([self._result(function, state) for state in todo])
         failed: Exception | None = None
@@ -121,7 +129,7 @@ class Judge:
             try:
                 if isinstance(result, Exception):
                     raise result
-                state.reward = _as_reward(result)
+                state.reward = _reward_of(state, result, function)
                 group_reward((state,))
             except Exception as raised:
                 state.reward = None
@@ -129,17 +137,15 @@ class Judge:
         return failed
 
     async def _reward_group(self, reward: GroupReward, members: list[RolloutState]) -> None:
+        before = [state.reward for state in members]
         given = await self._result(reward, list(members))  # a list of its own: the group is not to lose members here
-        if given is None:
-            return
+        given = [None] * len(members) if given is None else given
         if len(given) != len(members):
             raise InvalidInput(
                 f"group_reward_fn gave {len(given)} rewards for {len(members)} members; the numbers must match"
             )
-        rewards = [_as_reward(score) for score in given]
-        before = [state.reward for state in members]
-        _give(members, rewards)
         try:
+            _give(members, [_reward_of(state, score, reward) for state, score in zip(members, given, strict=True)])
             group_reward(members)  # refuses scores that are no numbers
         except Exception:
             _give(members, before)  # the responses are kept, and could not be stored with these
@@ -165,12 +171,12 @@ class Judge:
             result = self._called(function, argument)
             if isinstance(result, Exception):
                 raise result
-            return await self._awaited(result)
+            return await self._awaited(function, result)
         async with self._slot():
             if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-                return await function(argument)
+                return await self._watched(function, function(argument))
             result = await self._in_thread(function, argument)
-            return await result if inspect.isawaitable(result) else result
+            return await self._watched(function, result) if inspect.isawaitable(result) else result
 
     async def _in_thread(self, function: Callable[[Any], Any], argument: Any) -> Any:
         """The result of a call in a thread. A cancel leaves it behind; whoever asks the same again waits for that call.
@@ -184,11 +190,17 @@ class Judge:
             calling.add_done_callback(lambda done: self._calls.pop(key, None) if self._calls.get(key) is done else None)
         return await asyncio.shield(calling)
 
-    async def _awaited(self, result: Any) -> Any:
+    async def _awaited(self, function: Callable[[Any], Any], result: Any) -> Any:
         if isinstance(result, Exception) or not inspect.isawaitable(result):
             return result
         async with self._slot():
+            return await self._watched(function, result)
+
+    async def _watched(self, function: Callable[[Any], Any], result: Awaitable[Any]) -> Any:
+        """Await what a function of the user returned, and note how long it holds the event loop at a time."""
+        if not inspect.iscoroutine(result):
             return await result
+        return await _stepwise(result, lambda held_s: self._note_hold(function, held_s, cheap=False))
 
     def _called(self, function: Callable[[Any], Any], argument: Any) -> Any:
         began = time.perf_counter()
@@ -197,20 +209,42 @@ class Judge:
         except Exception as error:
             return error
         finally:
-            held_s = time.perf_counter() - began
-            if held_s > _LONG_HOLD_S and id(function) not in self._warned:
-                self._warned.add(id(function))
-                log.warning(
-                    "loop_held function=%s seconds=%.3f: it is declared cheap with on_loop, but holds the event loop; "
-                    "without on_loop it runs in a thread",
-                    getattr(function, "__qualname__", function), held_s,
-                )  # fmt: skip
+            self._note_hold(function, time.perf_counter() - began, cheap=True)
+
+    def _note_hold(self, function: Callable[[Any], Any], held_s: float, *, cheap: bool) -> None:
+        if held_s > _LONG_HOLD_S and id(function) not in self._warned:
+            self._warned.add(id(function))
+            declared = "it is declared cheap with on_loop, but" if cheap else "it is async, but between two awaits it"
+            other = "without on_loop it runs in a thread" if cheap else "a plain function runs in a thread"
+            log.warning(
+                "loop_held function=%s seconds=%.3f: %s holds the event loop; %s",
+                getattr(function, "__qualname__", function), held_s, declared, other,
+            )  # fmt: skip
 
     def _slot(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = (loop, asyncio.Semaphore(self.concurrency))
         return self._slots[1]
+
+
+@types.coroutine
+def _stepwise(work: Coroutine[Any, Any, Any], note: Callable[[float], None]) -> Generator[Any, Any, Any]:
+    """Run a coroutine, and tell for each of its steps from one suspension to the next how many seconds it took."""
+    value: Any = None
+    error: BaseException | None = None
+    while True:
+        began = time.perf_counter()
+        try:
+            awaited = work.send(value) if error is None else work.throw(error)
+        except StopIteration as ended:
+            return ended.value
+        finally:
+            note(time.perf_counter() - began)
+        try:
+            value, error = (yield awaited), None
+        except BaseException as raised:
+            value, error = None, raised
 
 
 def set_aside(members: Sequence[RolloutState]) -> None:
@@ -245,8 +279,12 @@ def _answer(state: RolloutState) -> Any:
     return state.task_name, state.rollout_id, state.segment, state.response
 
 
+class _BadReward(InvalidInput):
+    """What a function returned is no reward; the message says so by itself."""
+
+
 def _text(error: Exception, prefix: str = "") -> str:
-    return f"{prefix}{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, _BadReward) else f"{prefix}{type(error).__name__}: {error}"
 
 
 def _give(members: Sequence[RolloutState], rewards: Sequence[dict[str, Any] | None]) -> None:
@@ -254,16 +292,41 @@ def _give(members: Sequence[RolloutState], rewards: Sequence[dict[str, Any] | No
         state.reward = reward
 
 
-def _as_reward(score: Any) -> dict[str, Any] | None:
+def _reward_of(state: RolloutState, score: Any, function: Callable[..., Any]) -> dict[str, Any]:
+    """The reward that a function gave a sample: what it returned, or None if it, or the agent loop, set `reward`."""
+    score = state.reward if score is None else score
+    name = getattr(function, "__qualname__", function)
+    sample = f"for rollout {state.rollout_id} of group {state.group_id}"
     if score is None:
-        return None
-    if isinstance(score, dict):
-        return {name: value.item() if isinstance(value, np.generic) else value for name, value in score.items()}
-    if isinstance(score, (bool, int, float, np.number, np.bool_)):
-        return {"score": float(score)}
+        raise _BadReward(f"{name} returned None {sample}, and `reward` is not set; return its score, or set `reward`")
     if isinstance(score, RolloutState):
-        raise InvalidInput("a reward function returned a sample; return its score, or None if it set `reward` itself")
-    raise InvalidInput(f"a reward is {score!r:.80}; expected a number, a dict with a 'score', or None")
+        raise _BadReward(f"{name} returned a sample; return its score, or None if it set `reward` itself")
+    reward = _as_reward(score)
+    if reward is None or not _is_finite(reward.get("score", 0.0)):
+        raise _BadReward(
+            f"{name} returned {score!r:.80} {sample}; expected a finite number, a dict whose 'score', if any, is "
+            "a finite number, or None if it set `reward` itself"
+        )
+    return reward
+
+
+def _as_reward(score: Any) -> dict[str, Any] | None:
+    """A reward as it is kept; None if it is none."""
+    if isinstance(score, dict):
+        return {name: _plain(value) for name, value in score.items()}
+    number = _plain(score)
+    return {"score": float(number)} if isinstance(number, (bool, int, float)) else None
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of numpy or torch as a number of Python; anything else as it is."""
+    if isinstance(value, np.generic) or (getattr(value, "shape", None) == () and hasattr(value, "item")):
+        return value.item()
+    return value
+
+
+def _is_finite(score: Any) -> bool:
+    return score is None or (isinstance(score, (bool, int, float)) and math.isfinite(score))
 
 
 async def _all_ended(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

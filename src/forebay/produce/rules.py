@@ -43,25 +43,25 @@ def waiting_again(expired: int, aborted: int, *, partial: bool) -> int:
     return expired if partial else expired + aborted
 
 
-def make_plan(*, trigger: int, waiting: int, straggling: bool, partial: bool, budget: int) -> Plan:
+def make_plan(*, trigger: int, waiting: int, partial: bool, budget: int) -> Plan:
     """What the next batch draws first.
 
     With trigger N, groups that have to start again wait until there are N of them, and are then run first, without
-    over-issue, so that they finish; 0 draws them at once; -1 never does. `straggling`: some group came back so often
-    that it would starve; at any trigger from 0 on it is drawn first, and the over-issue stays, so that the batch can
-    complete without it. `partial`: interrupted groups keep their work.
+    over-issue, so that they finish; 0 draws them at once; -1 never does. `partial`: interrupted groups keep their work.
+    Stragglers are drawn before all others, whatever this says, and change nothing here: the over-issue stays, so that
+    the batch can complete without them.
 
-    >>> make_plan(trigger=3, waiting=2, straggling=False, partial=True, budget=4).tail
+    >>> make_plan(trigger=3, waiting=2, partial=True, budget=4).tail
     False
-    >>> make_plan(trigger=3, waiting=3, straggling=False, partial=True, budget=4).budget
+    >>> make_plan(trigger=3, waiting=3, partial=True, budget=4).budget
     0
-    >>> plan = make_plan(trigger=0, waiting=1, straggling=False, partial=True, budget=4)
+    >>> plan = make_plan(trigger=0, waiting=1, partial=True, budget=4)
     >>> [str(status) for status in plan.statuses], plan.budget
     (['init', 'expired', 'aborted'], 4)
     """
     tail = trigger > 0 and waiting >= trigger
     # At 0 also groups that come back while the batch is being produced are drawn at once.
-    if trigger == 0 or tail or (straggling and trigger > 0):
+    if trigger == 0 or tail:
         statuses: tuple[Status, ...] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
     elif partial or trigger < 0:
         # An interrupted group that keeps its tokens continues at once; so does one that no tail would ever collect.

@@ -9,7 +9,7 @@ import msgspec
 from forebay.checks import whole_number
 from forebay.errors import InvalidConfig
 
-__all__ = ["Budgets", "Timeouts", "backoff_s", "positive_seconds"]
+__all__ = ["Budgets", "Timeouts", "backoff_s", "checked_budgets", "checked_timeouts", "positive_seconds"]
 
 WhenExhausted: TypeAlias = Literal["raise", "accept", "skip"]
 
@@ -67,6 +67,20 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.max_consecutive_rejections is not None:
             return self.max_consecutive_rejections
         return 20 * max(1, batch_size)
+
+
+def checked_timeouts(timeouts: Timeouts | None) -> Timeouts:
+    """The timeouts, or the default ones; InvalidConfig for anything else."""
+    if timeouts is not None and not isinstance(timeouts, Timeouts):
+        raise InvalidConfig(f"timeouts is {timeouts!r:.80}; expected forebay.Timeouts(...) or None")
+    return Timeouts() if timeouts is None else timeouts
+
+
+def checked_budgets(budgets: Budgets | None) -> Budgets:
+    """The budgets, or the default ones; InvalidConfig for anything else."""
+    if budgets is not None and not isinstance(budgets, Budgets):
+        raise InvalidConfig(f"budgets is {budgets!r:.80}; expected forebay.Budgets(...) or None")
+    return Budgets() if budgets is None else budgets
 
 
 def positive_seconds(name: str, value: Any) -> float:

@@ -27,18 +27,20 @@ from forebay.errors import (
     EngineUnavailable,
     InvalidConfig,
     InvalidInput,
+    RewardUnavailable,
     TooManyFailures,
     TooManyRejections,
     WaitTimeout,
 )
-from forebay.ledger import LedgerLine, Place
+from forebay.ledger import Place
 from forebay.produce.figures import Figures
 from forebay.produce.filters import Filter
 from forebay.produce.judge import GroupReward, Judge, SampleReward
 from forebay.produce.progress import Progress, default_progress
 from forebay.produce.rules import Plan, make_plan, over_issue, to_start, waiting_again
-from forebay.produce.settings import Budgets, Timeouts
+from forebay.produce.settings import Budgets, Timeouts, checked_budgets, checked_timeouts
 from forebay.produce.work import STAGES, Stage, Steps, Works, look_at
+from forebay.report import full_pools
 from forebay.rollout import Status
 from forebay.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 from forebay.staleness import Limits, stale_threshold, staleness
@@ -61,6 +63,7 @@ class Production(msgspec.Struct, frozen=True, kw_only=True):
     task_name: str
     complete: bool
     exhausted: bool = False  # filters reject everything, and the task is to be skipped
+    rejections: int = 0  # groups in a row that filters had rejected when it ended
     target: int
     available: int
     started: int
@@ -133,8 +136,8 @@ class ProduceStrategy:
         if should_continue_fn is not None and not callable(should_continue_fn):
             raise InvalidConfig(f"should_continue_fn is {should_continue_fn!r:.80}; expected a function of (A, T)")
         self.should_continue_fn = should_continue_fn
-        self.timeouts = Timeouts() if timeouts is None else timeouts
-        self.budgets = Budgets() if budgets is None else budgets
+        self.timeouts = checked_timeouts(timeouts)
+        self.budgets = checked_budgets(budgets)
         self.progress = default_progress() if progress is None else progress
         filters = () if is_valid_sample_fn is None else is_valid_sample_fn
         self.judge = Judge(
@@ -176,8 +179,9 @@ class ProduceStrategy:
     ) -> Production:
         """Fill the buffer until a batch of COMPLETED groups is there for `train_step`.
 
-        `target`: how many groups of the task shall be available or trained in all (by default one batch more than
-        were taken so far). An exception or a cancel brings everything in flight back into the buffer first.
+        `target`: how many groups of the task shall be available or trained in all. By default one batch more than are
+        leased or trained, at any moment: a lease that is given back meanwhile counts as available. An exception or a
+        cancel brings everything in flight back into the buffer first.
         """
         whole_number("train_step", train_step, least=1)
         whole_number("model_step", model_step, least=0)
@@ -229,6 +233,8 @@ class ProduceStrategy:
         except BaseException as error:
             await self._stop(task)
             task.works.broken = None  # of those that were stopped: the first error is the one to hear of
+            if isinstance(error, RewardUnavailable):
+                task.works.forget_outage()
             if isinstance(error, EngineUnavailable):
                 task.told.clear()  # producing again says that the weights were pushed again
             raise
@@ -250,12 +256,10 @@ class ProduceStrategy:
         began, works, task_name = loop.time(), task.works, task.works.task_name
         pauses = works.pauses
         await works.bring_back()
-        line = await self._line(task)
+        await self._count_discarded(task)
         await self.replay_buffer.refresh_staleness(
             task_stale_thresholds={task_name: self.stale_threshold}, current_train_step=steps.train_step
         )
-        if target is None:
-            target = line.get("trained", 0) + line.get("leased", 0) + batch_size
         if task.told.get(agent_loop) != steps.model_step and not agent_loop.takes_weights_while_running:
             await agent_loop.weights_loaded(steps.model_step)
             task.told[agent_loop] = steps.model_step
@@ -274,25 +278,29 @@ class ProduceStrategy:
             while True:
                 self._check(works)
                 skip = works.exhausted and self.budgets.when_exhausted == "skip"
-                available = await self._available(task_name)
-                enough = not self._should_continue(available, target)
-                self.progress.update(task_name, available, target, works.in_flight, works.figures)
+                flying = works.relied_on  # before it looks: what comes back meanwhile is in neither count afterwards
+                completed, taken = await self.replay_buffer.completed_and_taken(task_name)
+                # Asked for anew: what others hold now may come back to the buffer before the batch is there.
+                available, goal = completed + taken, taken + batch_size if target is None else target
+                enough = not self._should_continue(available, goal)
+                self.progress.update(task_name, available, goal, works.in_flight, works.figures)
                 if enough or skip or works.pausing or agent_loop.paused or stopped():  # another task may pause the loop
                     return Production(
                         task_name=task_name,
                         complete=enough,
                         exhausted=skip and not enough,
-                        target=target,
+                        rejections=works.rejections_in_a_row,
+                        target=goal,
                         available=available,
                         started=started,
                         tail=plan.tail,
                         seconds=loop.time() - began,
                     )
                 missing = to_start(
-                    target=target,
+                    target=goal,
                     available=available,
                     budget=plan.budget,
-                    in_flight=works.relied_on,
+                    in_flight=flying,
                     accepted=works.accepted,
                     spare=spare,
                 )
@@ -309,7 +317,10 @@ class ProduceStrategy:
                         return None  # there is no room: wait for some
                 started += begun
 
-        what = f"task {task_name!r} to have {target} groups completed, leased or trained"
+        if target is None:
+            what = f"task {task_name!r} to have {batch_size} completed groups in the buffer"
+        else:
+            what = f"task {task_name!r} to have {target} groups completed, leased or trained"
         production = await self.replay_buffer.until(step, what, (task_name,))
         if production.exhausted:
             works.rejections_in_a_row = 0  # the next call tries again
@@ -317,21 +328,20 @@ class ProduceStrategy:
             if works.pausing:
                 await works.wait(self.timeouts.pause_timeout_s)  # whoever pauses brings them in
             await self._stop(task)
-        await self._line(task)
+        await self._count_discarded(task)
         log.info(
             "batch_produced task=%s complete=%s available=%d target=%d started=%d seconds=%.3f",
-            task_name, production.complete, production.available, target, started, production.seconds,
+            task_name, production.complete, production.available, production.target, started, production.seconds,
         )  # fmt: skip
         return production
 
-    async def _line(self, task: _Task) -> LedgerLine:
-        """The ledger of a task; what was discarded is counted there, whoever did it."""
+    async def _count_discarded(self, task: _Task) -> None:
+        """Read from the ledger of a task how many groups were discarded, whoever did it."""
         line = (await self.replay_buffer.ledger()).get(task.works.task_name, {})
         discarded = line.get("discarded", 0)
         if task.discarded is None:
             task.discarded = discarded
         task.works.figures.discarded = discarded - task.discarded
-        return line
 
     async def _resume(self, task: _Task, agent_loop: AgentLoop) -> None:
         """Let go on what this task paused, and the loop that it is to use now, whoever paused that."""
@@ -381,7 +391,8 @@ class ProduceStrategy:
     ) -> int:
         works = task.works
         if again:
-            groups = await sampler.draw_again(missing, works.task_name, again, own=False)
+            first = works.waiting_stragglers if self.tail_batch_trigger_size >= 0 else ()
+            groups = await sampler.draw_again(missing, works.task_name, again, own=False, first=first)
         else:
             try:
                 groups = await sampler.draw(missing, works.task_name, (), timeout_s=0, own=False)
@@ -404,7 +415,6 @@ class ProduceStrategy:
         return make_plan(
             trigger=self.tail_batch_trigger_size,
             waiting=waiting_again(counts[Status.EXPIRED], aborted, partial=self.enable_partial_rollout),
-            straggling=bool(works.stragglers),
             partial=self.enable_partial_rollout or bool(unjudged),
             budget=over_issue(self.over_sample_threshold, batch_size),
         )
@@ -427,10 +437,6 @@ class ProduceStrategy:
             there = await self.replay_buffer.query(query | {"group_id": {"$in": some}})
             works.stragglers -= {*some} - {record.group_id for record in there if record.status in _WAITING}
 
-    async def _available(self, task_name: str) -> int:
-        """A: buffered COMPLETED + leased + trained, as of one moment."""
-        return await self.replay_buffer.produced(task_name)
-
     def _should_continue(self, available: int, target: int) -> bool:
         if self.should_continue_fn is not None:
             return bool(self.should_continue_fn(available, target))
@@ -446,15 +452,21 @@ class ProduceStrategy:
             failed = sum(works.failing.values())
             back = len(works.failing) - failed
             works.failing.clear()
+            advice = (
+                " (pauses had to cancel them: let `generate` end early when the loop is `paused`, or raise "
+                "pause_timeout_s)"
+                if works.overran_pause
+                else ""
+            )
             raise TooManyFailures(
                 f"{attempts} attempts in a row at groups of task {works.task_name!r} failed, and none was completed; "
-                f"the last error: {works.last_error}. Of these groups {failed} spent their last try and ended as "
-                f"failed, {back} are back in the buffer; fix the cause and produce again, or raise "
+                f"the last error: {works.last_error}{advice}. Of these groups {failed} spent their last try and ended "
+                f"as failed, {back} are back in the buffer; fix the cause and produce again, or raise "
                 "max_consecutive_failures"
             )
         if works.exhausted and self.budgets.when_exhausted == "raise":
             rejections, works.rejections_in_a_row = works.rejections_in_a_row, 0
-            raise too_many_rejections(works.task_name, f"{rejections} groups", works.last_error)
+            raise too_many_rejections(works.task_name, rejections, works.last_error)
 
     # --- pausing --------------------------------------------------------------------------------------
 
@@ -500,14 +512,15 @@ class ProduceStrategy:
                 left_s = min(grace_s, self.timeouts.pause_timeout_s) - (loop.time() - began)
                 if left_s <= RESOLUTION_S:
                     log.warning("pause_timed_out task=%s groups=%d: cancelled", works.task_name, len(works))
-                    works.overdue = True
+                    limit = "pause_timeout_s" if works.relied_on else "pause_interval_s"
+                    works.overdue = f"{limit}={min(grace_s, self.timeouts.pause_timeout_s):g}"
                     break
                 requests = [request for request in requests if not request.done()]
                 requests += [asyncio.create_task(self._ask(agent_loop)) for agent_loop in agent_loops]
                 await works.wait(min(self.timeouts.pause_interval_s, left_s))
             await works.stop()
         finally:
-            works.overdue = False
+            works.overdue = None
             for request in requests:
                 request.cancel()
             if requests:  # one that ignores the cancel is left behind
@@ -595,8 +608,9 @@ class ProduceStrategy:
                 f"  {name}: {len(stages)} groups, the oldest (group {oldest.group_id}, attempt {oldest.attempt}) for "
                 f"{now - oldest.since:.1f} s{note}"
             )
-        lines += [f"  {outage}" for loop in task.works.agent_loops if (outage := loop.outage.describe()) is not None]
-        lines += [f"  {pool!r}" for pool in (DATA, self.judge.pool) if pool.running >= pool.max_threads]
+        loops = dict.fromkeys((*task.works.agent_loops, *task.told))  # of a paused task nothing runs
+        lines += [f"  {waits}" for loop in loops if (waits := loop.explain_wait()) is not None]
+        lines += [f"  {line}" for line in full_pools((DATA, self.judge.pool))]
         return lines
 
     def figures(self, task_name: str) -> Figures:
@@ -661,11 +675,13 @@ class ProduceStrategy:
             )
 
 
-def too_many_rejections(task_name: str, groups: str, reason: str | None) -> TooManyRejections:
-    """The error for a task whose groups are all filtered."""
+def too_many_rejections(task_name: str, groups: int, reason: str | None, *, skip: bool = False) -> TooManyRejections:
+    """The error for a task whose groups are all filtered. `skip`: it should be skipped, but there is no other task."""
+    found = " when_exhausted='skip' found no other task to produce instead." if skip else ""
+    advice = "add a task, or use when_exhausted='accept'" if skip else "or choose another when_exhausted"
     return TooManyRejections(
-        f"{groups} of task {task_name!r} in a row were filtered, and none was kept; the last reason: {reason}. Loosen "
-        "the filter, change the prompts, raise max_consecutive_rejections, or choose another when_exhausted"
+        f"{groups} groups of task {task_name!r} in a row were filtered, and none was kept; the last reason: {reason}."
+        f"{found} Loosen the filter, change the prompts, raise max_consecutive_rejections, {advice}"
     )
 
 

@@ -3,7 +3,8 @@
 What it promises, beyond what every loop does
 - A group goes to the actor that has the fewest under way; while none is up, or all are full, it waits for a place.
 - The groups of an actor that dies come back as ABORTED, as they were given, and are retried by whoever produces them
-  (G3). Ray restarts the actor. Before it gets a group it is paused if the pool is, and has the calls that
+  (G3). They spend no try, unless they were with an actor that died several times in a row: then it may be the group
+  that kills actors. Ray restarts the actor. Before it gets a group it is paused if the pool is, and has the calls that
   `call_all(keep=True)` made. Actors that keep dying, or that cannot come back, are an EngineError, not a wait.
 - What an actor's loop raises is an EngineError here, with the remote traceback as its note.
 - Samples are sent as codec frames. A member that cannot be sent back is FAILED, and costs none of its siblings.
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 _DIED = (exceptions.RayActorError, exceptions.NodeDiedError)
 _LOST = (*_DIED, exceptions.ObjectLostError)  # the last: an answer that was on a node that died
 _FAREWELL_S = 5.0
+_EXCUSED_DEATHS = 3  # of actors in a row that had the same group; after these it spends tries
 
 
 class RayAgentLoop(AgentLoop):
@@ -78,6 +80,7 @@ class RayAgentLoop(AgentLoop):
         self._cancel_timeout_s = positive_seconds("cancel_timeout_s", cancel_timeout_s)
         self._make_loop = make_loop
         self._numbers = itertools.count(1)
+        self._interrupted: dict[tuple[str | None, int | None], int] = {}  # groups; how many actors in a row they lost
         self._pool = LoopPool(
             make_loop, actors=actors, max_groups_per_actor=max_groups_per_actor, actor_options=actor_options
         )
@@ -160,14 +163,21 @@ class RayAgentLoop(AgentLoop):
             pool.down(slot, epoch, None)
             return False
         pool.deaths = 0
+        key = (group[0].task_name, group[0].group_id)
+        interrupted = self._interrupted.pop(key, 0)
         _fill(group, answer)
         if answer.trouble is not None:
             raise engine_error("the agent loop of an actor", answer.trouble)
         if answer.kind == "ended":
+            self._interrupted[key] = interrupted + 1
             _abort(group, "its actor was started anew")
         elif answer.kind == "cancelled":
             raise asyncio.CancelledError  # it did that itself: as with a local loop
         return True
+
+    def excuses(self, group: Sequence[RolloutState]) -> bool:
+        """Whether the actor of a group died, and not so often that it may be the group's fault."""
+        return 0 < self._interrupted.get((group[0].task_name, group[0].group_id), 0) <= _EXCUSED_DEATHS
 
     def _lost(self, slot: Slot, epoch: int, error: BaseException, group: list[RolloutState]) -> None:
         pool = self._pool
@@ -178,6 +188,8 @@ class RayAgentLoop(AgentLoop):
                 f"actors of the agent loop died {pool.deaths} times, and no group was answered in between; the last "
                 f"time: {first_line(error)}"
             )
+        key = (group[0].task_name, group[0].group_id)
+        self._interrupted[key] = self._interrupted.get(key, 0) + 1
         _abort(group, "the agent loop was closed" if pool.closed else f"its actor died: {first_line(error)}")
 
     async def _stop(self, calls: Sequence[tuple[Slot, int, asyncio.Future[Answer]]]) -> None:

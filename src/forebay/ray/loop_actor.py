@@ -21,13 +21,16 @@ import ray
 from forebay.agent_loop.base import AgentLoop, failed_member
 from forebay.checks import check_group
 from forebay.codec import decode_group, encode_group
-from forebay.errors import EngineRestarted, InvalidConfig, InvalidGroup, InvalidInput
+from forebay.errors import EngineRestarted, EngineUnavailable, InvalidConfig, InvalidGroup, InvalidInput
 from forebay.prompts import independent
 from forebay.rollout import Group, RolloutState
 
-__all__ = ["Answer", "KeptCall", "LoopActor", "Started", "Trouble", "sendable"]
+__all__ = ["KINDS", "Answer", "KeptCall", "LoopActor", "Started", "Trouble", "sendable"]
 
 log = logging.getLogger(__name__)
+
+# Errors of an engine that keep their type on their way out of an actor; the more special ones first.
+KINDS = {"EngineRestarted": EngineRestarted, "EngineUnavailable": EngineUnavailable}
 
 
 class Trouble(NamedTuple):
@@ -35,7 +38,7 @@ class Trouble(NamedTuple):
 
     message: str  # with its type
     traceback: str
-    restarted: bool = False  # an EngineRestarted, which costs no try
+    kind: str = "EngineError"  # or one of those that cost no try: see `KINDS`
 
 
 class Started(NamedTuple):
@@ -256,8 +259,8 @@ async def _awaited(result: Any) -> Any:
 def _trouble(error: BaseException) -> Trouble:
     name = type(error).__name__
     try:
-        restarted = isinstance(error, EngineRestarted)
-        return Trouble(f"{name}: {error}", "".join(traceback.format_exception(error)), restarted)
+        kind = next((kind for kind, found in KINDS.items() if isinstance(error, found)), "EngineError")
+        return Trouble(f"{name}: {error}", "".join(traceback.format_exception(error)), kind)
     except Exception:  # it cannot even say what it is
         return Trouble(f"{name}, which cannot be shown", "".join(traceback.format_tb(error.__traceback__)))
 

@@ -27,10 +27,10 @@ import ray
 from ray import exceptions
 
 from forebay.agent_loop.base import AgentLoop
-from forebay.errors import EngineError, EngineRestarted, InvalidConfig, NoCluster, WrongEventLoop
+from forebay.errors import EngineError, InvalidConfig, NoCluster, WrongEventLoop
 from forebay.produce.work import look_at
 from forebay.ray.link import check_cluster
-from forebay.ray.loop_actor import KeptCall, LoopActor, Started, Trouble
+from forebay.ray.loop_actor import KINDS, KeptCall, LoopActor, Started, Trouble
 from forebay.threads import in_thread
 
 __all__ = ["LoopPool", "Phase", "Slot", "ending", "engine_error", "first_line"]
@@ -409,7 +409,7 @@ def ending(call: Any, *, first: Callable[[], None] | None = None) -> asyncio.Fut
 def engine_error(what: str, trouble: Trouble) -> EngineError:
     """What an actor's loop raised."""
     # The traceback is a note: messages are counted as reasons, and it would make each one its own.
-    kind = EngineRestarted if trouble.restarted else EngineError
+    kind: type[EngineError] = KINDS.get(trouble.kind, EngineError)
     error = kind(f"{what} raised {trouble.message}")
     error.add_note(f"In the actor:\n{trouble.traceback}")
     return error

@@ -131,7 +131,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     For every task at most `wants[task]` buffered groups that have one of `statuses` (an earlier status before a
     later one) and are fresh under both the task's watermark and `floors[task]`, in the order of the
     settings. `whole`: all that is wanted of every task, or nothing. `watermarks` are set first; only storages that say
-    so get any (`claims_with_watermarks`).
+    so get any (`claims_with_watermarks`). `group_ids`: only these groups, if any are given; for draws from one task.
     """
 
     wants: Mapping[str, int]
@@ -143,6 +143,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: str | None = None
     train_step: int | None = None
     watermarks: Mapping[str, Watermark] = {}
+    group_ids: tuple[int, ...] = ()
 
 
 Claimed: TypeAlias = "dict[str, list[Row]]"

@@ -13,12 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from forebay.capacity import check_room, note_size, reservation, response_size
+from forebay.capacity import check_room, note_size, reservations, response_size
 from forebay.errors import CursorMoved, DuplicateGroup, LostLease
 from forebay.ledger import Account, End, Event, Place, Watermark, arrival_event, check_move, rewound_watermark
 from forebay.policy import CHOICE_ROWS, checked_choice
 from forebay.query import Node, pins, predicate
-from forebay.record import Record, Row, number_rollouts
+from forebay.record import Record, Row, is_fresh, number_rollouts
 from forebay.rollout import Status
 from forebay.staleness import EXPIRABLE, Floors
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Reaped, Revision
@@ -68,7 +68,7 @@ class LocalStorage(LocalEnds):
                     f"group {group_id} of task {task_name!r} is to be drawn, but was put by hand; groups that are "
                     "put by hand beside a sampler must have no group_id, or a negative one"
                 )
-        reserved = [reservation(content.facts, account.sizes, self._settings) for content in contents]
+        reserved = self._reservations(contents, account)
         self._check_room(len(contents), sum(reserved))
         account = self._account(task_name)
         records = []
@@ -203,7 +203,9 @@ class LocalStorage(LocalEnds):
                 if missing <= 0:
                     break
                 fresh = floors if status in EXPIRABLE else _ANY_AGE
-                if choose is None or by_group:
+                if claim.group_ids:
+                    rows = self._named(task_name, status, claim.group_ids, fresh)[:missing]
+                elif choose is None or by_group:
                     rows = table.first(task_name, status, missing, fresh, by_group=by_group)
                 else:
                     offered = table.first(task_name, status, CHOICE_ROWS, fresh, by_group=False)
@@ -215,6 +217,17 @@ class LocalStorage(LocalEnds):
             if claim.whole and missing > 0:
                 return None
         return chosen
+
+    def _named(self, task_name: str, status: Status, group_ids: Sequence[int], floors: Floors) -> list[Row]:
+        """Those of these groups that are buffered with this status and fresh, in order of group_id."""
+        found = [self._table.find(task_name, group_id) for group_id in sorted(group_ids)]
+        return [
+            row
+            for row in found
+            if row is not None
+            and (row.record.place, row.record.status) == (Place.BUFFERED, status)
+            and is_fresh(row.record, floors)
+        ]
 
     def _claim_rows(self, task_name: str, status: Status, rows: list[Row], claim: Claim) -> list[Row]:
         """Move buffered rows of one task and status to where the claim takes them."""
@@ -403,6 +416,13 @@ class LocalStorage(LocalEnds):
         self._saved_step = model_step
         await self._finish(rewound)
         return rewound
+
+    def _reservations(self, contents: Sequence[Content], account: Account) -> list[int]:
+        if self._settings.max_bytes is None:
+            return [0] * len(contents)
+        in_flight = sum(self._table.places(name, tokens=False).get(Place.IN_FLIGHT, 0) for name in self._accounts)
+        prompts = [content.facts for content in contents]
+        return reservations(prompts, account.sizes, self._settings, self._table.usage(), in_flight)
 
     def _check_room(self, groups: int, size: int) -> None:
         if self._settings.max_groups is not None or self._settings.max_bytes is not None:

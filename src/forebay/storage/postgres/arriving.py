@@ -7,12 +7,12 @@ hand of a few groups is one statement, one way to the server and back; many byte
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
 
-from forebay.capacity import MAX_SIZES, check_room, reservation, reserved_after, response_size
+from forebay.capacity import MAX_SIZES, check_room, reservations, reserved_after, response_size
 from forebay.codec import encode_group
 from forebay.errors import CursorMoved, DuplicateGroup, LostLease
 from forebay.ledger import End, Event, Place, arrival_event, check_move
@@ -144,13 +144,21 @@ class Frames:
             yield uid, frame
 
 
-async def hold_room(step: Step, name: str, settings: Settings, usage_sql: str, groups: int, size: int) -> None:
-    """NoRoom unless so much more fits. Only with a capacity, steps that need room wait for each other."""
+async def hold_room(
+    step: Step, name: str, settings: Settings, usage_sql: str, groups: int, sizes: Callable[[Usage, int], list[int]]
+) -> list[int]:
+    """NoRoom unless so many more groups fit; `sizes(usage, groups in flight)` are their bytes, which it returns.
+
+    Only with a capacity, steps that need room wait for each other.
+    """
     if settings.max_groups is None and settings.max_bytes is None:
-        return
+        return sizes(Usage(0, 0, 0), 0)
     await step.connection.execute("SELECT pg_advisory_xact_lock($1)", advisory_key(name, "room"))
     used = await step.connection.fetchrow(usage_sql)
-    check_room(Usage(used["groups"], used["bytes"], used["reserved"]), settings, groups, size)
+    usage = Usage(used["groups"], used["bytes"], used["reserved"])
+    needed = sizes(usage, used["in_flight"])
+    check_room(usage, settings, groups, sum(needed))
+    return needed
 
 
 async def store_frames(
@@ -203,9 +211,10 @@ async def issue(
             "beside a sampler must have no group_id, or a negative one"
         )
     sizes = {} if settings.max_bytes is None else await _sizes(connection, name)
-    reserved = [reservation(content.facts, sizes, settings) for content in contents]
+    prompts = [content.facts for content in contents]
+    reserved = []
     if n:
-        await room(step, n, sum(reserved))
+        reserved = await room(step, n, lambda used, flying: reservations(prompts, sizes, settings, used, flying))
     check_move(Event.DRAWN, None)
     step.tally.add(task_name, "issued", n)
     step.tally.add(task_name, "issued_tokens", sum(content.facts.tokens for content in contents))
@@ -355,7 +364,7 @@ async def put(
     places = await _check_arrivals(step, arrivals, owner)
     new = [i for i, row in enumerate(places) if row is None and not arrivals[i].stale]
     if new:
-        await room(step, len(new), sum(arrivals[i].content.facts.bytes for i in new))
+        await room(step, len(new), lambda used, flying: [arrivals[i].content.facts.bytes for i in new])
     records: dict[int, Record] = {}
     returning: list[int] = []
     ending: list[tuple[int, End]] = []

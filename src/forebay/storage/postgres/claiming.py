@@ -145,8 +145,9 @@ async def _take(step: Step, claim: Claim, name: str, settings: Settings, *, wait
             if choosing:
                 uids = await _choose(step, claim, task_name, status, missing, settings)
             else:
-                sql = _lock_sql(claim.purpose, status, settings.order, waiting)
-                rows = await step.connection.fetch(sql, *_arguments(claim, task_name, status), missing)
+                named = [list(claim.group_ids)] if claim.group_ids else []
+                sql = _lock_sql(claim.purpose, status, settings.order, waiting, named=bool(named))
+                rows = await step.connection.fetch(sql, *_arguments(claim, task_name, status), missing, *named)
                 uids = [row["uid"] for row in rows]
             missing -= len(uids)
             if uids:
@@ -161,11 +162,13 @@ async def _take(step: Step, claim: Claim, name: str, settings: Settings, *, wait
     return taken
 
 
-def _lock_sql(purpose: Purpose, status: Status, order: Order, waiting: bool) -> str:
+def _lock_sql(purpose: Purpose, status: Status, order: Order, waiting: bool, *, named: bool) -> str:
     by, index = order_clause(order), ""
     if purpose is Purpose.DRAW:
         by = "group_id, uid"
         index = "AND status IN ('init', 'expired', 'aborted')" if take_event(status) is Event.REDRAWN else ""
+    if named:
+        index += " AND group_id = ANY($7::bigint[])"
     return f"SELECT uid {_QUALIFIES} {index} ORDER BY {by} LIMIT $6 FOR UPDATE {'' if waiting else 'SKIP LOCKED'}"
 
 

@@ -41,7 +41,8 @@ _BUFFERED = " + ".join(f"buffered_{status}" for status in Status)
 
 USAGE = f"""
 SELECT coalesce(sum(in_flight + leased + {_BUFFERED}), 0)::bigint AS groups, coalesce(sum(bytes), 0)::bigint AS bytes,
-    coalesce(sum(reserved), 0)::bigint AS reserved, coalesce(sum({_BUFFERED}), 0)::bigint AS buffered
+    coalesce(sum(reserved), 0)::bigint AS reserved, coalesce(sum({_BUFFERED}), 0)::bigint AS buffered,
+    coalesce(sum(in_flight), 0)::bigint AS in_flight
 FROM tallies"""
 
 _SUMS = ", ".join(f"sum({column})::bigint AS {column}" for column in TALLY_COLUMNS)

@@ -21,7 +21,7 @@ from forebay.ledger import Account, Event, GroupEnd, Watermark
 from forebay.query import Node
 from forebay.record import Record, Row
 from forebay.rollout import Status
-from forebay.storage.base import Arrival, Claim, Claimed, Content, Revision, Snapshot
+from forebay.storage.base import Arrival, Claim, Claimed, Content, Revision, Snapshot, Usage
 from forebay.storage.calls import CALL, Answered, Applied, Call, Counted, Done, Handed, Stored, claimed_rows, value_of
 from forebay.storage.postgres import answers, arriving, claiming, leaving, looking, streams
 from forebay.storage.postgres import watermarks as marks
@@ -48,8 +48,8 @@ class PostgresStorage(PostgresLife):
 
     # --- moves --------------------------------------------------------------------------------------
 
-    async def _room(self, step: Step, groups: int, size: int) -> None:
-        await arriving.hold_room(step, self.name, self._settings, looking.USAGE, groups, size)
+    async def _room(self, step: Step, groups: int, sizes: Callable[[Usage, int], list[int]]) -> list[int]:
+        return await arriving.hold_room(step, self.name, self._settings, looking.USAGE, groups, sizes)
 
     async def _anew(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat a step that met a group which was not there when it looked; then it finds it."""

@@ -26,7 +26,7 @@ from forebay.storage.calls import CALL, Kept
 from forebay.storage.local import LocalStorage
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.journal import Journal, JournalTable, State
-from forebay.storage.sqlite.place import ProcessLock, check_file_system
+from forebay.storage.sqlite.place import OpenFiles, ProcessLock, check_file_system
 from forebay.storage.sqlite.statements import emptied, in_turn, remembering, writing
 from forebay.storage.sqlite.writer import Writer
 from forebay.storage.table import Table
@@ -65,6 +65,7 @@ class SQLiteLife(LocalStorage):
         self._synchronous = synchronous
         self._writer: Writer | None = None
         self._lock: ProcessLock | None = None
+        self._files: OpenFiles | None = None
         self._process = os.getpid()
         self._store_id: str | None = None
         self._written_accounts: dict[str, bytes] = {}
@@ -104,7 +105,7 @@ class SQLiteLife(LocalStorage):
             self._lock = ProcessLock(self.path.with_name(self.path.name + ".lock"))
             self._process = os.getpid()
             try:
-                self._writer = Writer(self._connect)
+                self._writer = Writer(self._connect, self._check_in_place)
                 await asyncio.wrap_future(self._writer.opened())
                 self._settings = settings
                 await self._load()
@@ -115,9 +116,14 @@ class SQLiteLife(LocalStorage):
     async def close(self, owner: str) -> None:
         async with self._opening:
             if self._writer is not None:
-                await super().close(owner)
-                if not self._open:
-                    await self._stop()
+                try:
+                    await super().close(owner)
+                except StorageError:  # what it held cannot be given back, but the store can be left
+                    self._open.discard(owner)
+                    raise
+                finally:
+                    if not self._open:
+                        await self._stop()
 
     async def _stop(self) -> None:
         writer, self._writer = self._writer, None
@@ -152,7 +158,12 @@ class SQLiteLife(LocalStorage):
         except BaseException:
             connection.close()
             raise
+        self._files = OpenFiles(self.path)
         return connection
+
+    def _check_in_place(self) -> None:
+        if self._files is not None:
+            self._files.check_in_place()
 
     async def _load(self) -> None:
         """Read everything but payloads; what a process that is gone held comes back, at once or when its time is up."""
