@@ -91,7 +91,7 @@ def show_progress(step: int, steps: int, groups: int, staleness: int, seconds: f
 
 
 async def run(steps: int, seed: int) -> None:
-    buffer = AsyncReplayBufferConfig(max_groups=48).build()
+    buffer = AsyncReplayBufferConfig(max_groups=256).build()
     engine = Engine(seed)
     for task in BATCH:
         await buffer.set_limits(task, stale_threshold=2 * SYNC_EVERY)

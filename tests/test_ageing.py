@@ -51,6 +51,16 @@ async def test_masks_go_by_the_step_that_the_task_was_judged_for() -> None:
     assert state.response_mask == [1, 1, 1]
 
 
+async def test_a_lease_that_wants_nothing_of_a_task_leaves_its_stale_groups_alone() -> None:
+    buffer = ReplayBuffer()
+    await buffer.refresh_staleness(task_stale_thresholds={"math": 1}, current_train_step=2)
+    await buffer.put(make_group(), "math", model_step=0)
+    async with buffer.lease_batch({"math": 0}, train_step=3):
+        assert await buffer.count("math", Status.COMPLETED) == 1
+    assert await buffer.get(1, "math", Status.COMPLETED) == []
+    assert await buffer.count("math", Status.EXPIRED) == 1
+
+
 async def test_a_lowered_watermark_cannot_be_and_a_relaxed_one_wakes_waiters() -> None:
     buffer = ReplayBuffer()
     await buffer.refresh_staleness(task_stale_thresholds={"math": 1}, current_train_step=9)

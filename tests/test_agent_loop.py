@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -355,15 +356,31 @@ def test_a_status_left_at_init_follows_from_the_sample(fields: dict[str, Any], s
     assert state.status is status
 
 
-def test_a_value_that_is_not_a_function_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="async function"):
-        FunctionAgentLoop(5)  # type: ignore[arg-type]
+def test_a_value_that_is_not_an_async_function_is_refused() -> None:
+    def plain(state: RolloutState) -> None:
+        state.response = "yes"
+
+    for function in (5, plain, group_of(1)[0].__copy__):
+        with pytest.raises(InvalidConfig, match="async function"):
+            FunctionAgentLoop(function)  # type: ignore[arg-type]
+    for wrapped in (functools.partial(after(1)), functools.wraps(after(1))(lambda state: after(1)(state))):
+        FunctionAgentLoop(wrapped)
 
 
 def test_a_function_that_is_not_async_fails_its_member_with_a_clear_error() -> None:
     group = simulate.run(lambda: FunctionAgentLoop(lambda state: None).generate_group(group_of(1)))  # type: ignore[arg-type,return-value]
     assert group[0].status is Status.FAILED
-    assert "TypeError" in (group[0].error_msg or "")
+    assert "returned None; expected an async function" in (group[0].error_msg or "")
+
+
+@pytest.mark.parametrize("returned", ["yes", {"response": "yes"}, ["yes"], 5])
+def test_a_function_that_returns_no_sample_fails_its_member_with_a_clear_error(returned: Any) -> None:
+    async def says(state: RolloutState) -> Any:
+        return returned
+
+    (state,) = simulate.run(lambda: FunctionAgentLoop(says).generate_group(group_of(1)))
+    assert state.status is Status.FAILED
+    assert f"returned {returned!r}; expected None, the sample" in (state.error_msg or "")
 
 
 @simulated

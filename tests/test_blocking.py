@@ -31,6 +31,8 @@ def buffer() -> Iterator[blocking.ReplayBuffer]:
 HOOKS = {
     "asking",
     "bounded_bytes",
+    "completed_and_taken",
+    "give_back_owed",
     "issue",
     "lease_attempt",
     "max_groups",

@@ -636,7 +636,7 @@ def test_closing_ends_get_batch_in_other_threads_and_refuses_later_calls(tmp_pat
 def test_closing_ends_produce_batch_in_another_thread() -> None:
     with blocking.AgentLoopManager(colocated(never)) as manager, concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(manager.produce_batch(3, 1, model_step=0).take)
-        until(has_waiting(manager, "task 'math' to have 3 groups"))
+        until(has_waiting(manager, "task 'math' to have 3 completed groups"))
         manager.close()
         with pytest.raises(BufferClosed):
             waiting.result(timeout=HANG_S)
@@ -707,3 +707,21 @@ def test_close_raises_its_error_after_everything_has_ended(monkeypatch: pytest.M
     with pytest.raises(StorageError, match="disk is full"):
         manager.close()
     manager.close()
+
+
+def test_the_error_of_a_block_is_raised_when_closing_fails_too() -> None:
+    class FailsToClose(SyncProduceStrategy):
+        async def close(self) -> None:
+            await super().close()
+            raise RuntimeError("cleaning up failed")
+
+    def make() -> blocking.AgentLoopManager:
+        buffer = ReplayBuffer()
+        strategy = FailsToClose(buffer, progress=NoProgress())
+        task = Task(name=TASK, sampler=Sampler(PROMPTS), agent_loop=FunctionAgentLoop(answer), strategy=strategy)
+        return blocking.AgentLoopManager(lambda: forebay.AgentLoopManager([task], buffer))
+
+    with pytest.raises(ValueError, match="the original"), make():
+        raise ValueError("the original")
+    with pytest.raises(RuntimeError, match="cleaning up failed"), make():
+        pass

@@ -448,3 +448,19 @@ async def test_two_buffers_with_equal_policies_of_ones_own_share_a_storage() -> 
     other = ReplayBuffer(First(), one.storage)
     await one.put(make_group(), "math")
     assert len(await other.get(1, "math", Status.COMPLETED)) == 1
+
+
+@pytest.mark.parametrize("fields", [{"response_ids": []}, {"response_ids": [], "response": ""}, {}])
+async def test_g13_a_completed_member_without_a_token_is_refused(fields: dict[str, Any]) -> None:
+    buffer = ReplayBuffer()
+    empty = RolloutState(message=[], status=Status.COMPLETED, **fields)
+    with pytest.raises(InvalidGroup, match=r"member 1 .* COMPLETED without a token"):
+        await buffer.put([*make_group(1), empty], "math")
+    assert await buffer.ledger() == {}
+
+
+@pytest.mark.parametrize("fields", [{"response": "text only"}, {"response_ids": [], "input_ids": [1], "labels": [1]}])
+async def test_g13_texts_and_agent_traces_need_no_response_tokens(fields: dict[str, Any]) -> None:
+    buffer = ReplayBuffer()
+    await buffer.put([RolloutState(message=[], status=Status.COMPLETED, **fields)], "math")
+    assert (await closed_ledger(buffer))["buffered"] == 1

@@ -74,9 +74,9 @@ def test_the_sizes_follow_a_run_that_changes() -> None:
 
 
 def answered(group: list[RolloutState], size: int, status: Status = Status.COMPLETED) -> list[RolloutState]:
-    """The group back from its producer, each member with a response of so many bytes."""
+    """The group back from its producer, each member with a response of this many bytes, at least one."""
     for state in group:
-        state.response_ids, state.version_spans = np.zeros(size, np.int8), ()
+        state.response_ids, state.version_spans = np.zeros(max(1, size), np.int8), ()
         state.status = status
     return group
 
@@ -228,6 +228,34 @@ def test_g11_a_batch_that_can_never_fit_ends_the_wait_at_once_with_the_numbers(a
             await train(buffer, [a_task(buffer, lambda: 3_000, ahead=ahead)], 8, 3)
         assert asyncio.get_running_loop().time() < 60
         assert (await closed_ledger(buffer))["buffered"] >= 3
+
+    run(main, seed=1)
+
+
+@pytest.mark.parametrize("long", [20_000, 40_000, 45_000])
+@pytest.mark.parametrize("ahead", [True, False])
+def test_one_long_answer_does_not_end_the_run(ahead: bool, long: int) -> None:
+    async def main() -> None:
+        buffer = AsyncReplayBufferConfig(max_bytes=100_000, expect_group_bytes=90_000).build()
+        answers = iter([long, long])  # of the first group; its batch takes most of the room
+        train = train_ahead if ahead else train_in_turns
+        await train(buffer, [a_task(buffer, lambda: next(answers, 100), ahead=ahead)], 8, 3)
+        assert (await closed_ledger(buffer))["trained"] == 24
+
+    run(main, seed=1)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_batch_can_never_come_only_when_buffered_groups_leave_no_room_for_a_prompt(ahead: bool) -> None:
+    async def main() -> None:
+        buffer = AsyncReplayBufferConfig(max_bytes=100_000, expect_group_bytes=90_000).build()
+        answers = iter([60_000, 60_000])
+        train = train_ahead if ahead else train_in_turns
+        with pytest.raises(InvalidConfig, match=r"the next prompt \([0-9,]+ bytes without responses\) finds no room"):
+            await train(buffer, [a_task(buffer, lambda: next(answers, 100), ahead=ahead)], 8, 3)
+        assert (await buffer.storage.summary()).usage.bytes > 100_000
+        line = await closed_ledger(buffer)
+        assert line["buffered"] == line["issued"] < 8
 
     run(main, seed=1)
 

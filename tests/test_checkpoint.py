@@ -22,6 +22,7 @@ from forebay import (
     StalenessReplayPolicy,
     Status,
     Storage,
+    checkpoint_exists,
 )
 from forebay.buffer.checkpoints import save_storage
 from forebay.buffer.internal import internals
@@ -98,6 +99,17 @@ async def test_a_lease_that_is_in_the_weights_is_saved_as_trained_and_a_later_on
         other = ReplayBuffer()
         await other.resume(tmp_path / name)
         assert await closed_ledger(other) == ledger
+
+
+async def test_a_checkpoint_exists_once_it_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    assert not checkpoint_exists(path)
+    path.mkdir()
+    assert not checkpoint_exists(path)
+    await ReplayBuffer().save(path, model_step=0)
+    assert checkpoint_exists(path)
+    assert checkpoint_exists(str(path))
+    assert not checkpoint_exists(path / "manifest.json")
 
 
 async def test_limits_and_the_staleness_bound_survive(tmp_path: Path) -> None:

@@ -375,7 +375,7 @@ def test_entries_in_another_order_or_of_another_file_are_refused(tmp_path: Path)
 # --- content that lies --------------------------------------------------------------------------------
 
 
-def seal(body: bytes, version: int = 1) -> bytes:
+def seal(body: bytes, version: int = 2) -> bytes:
     digest = sha256(body).hexdigest()
     return (
         f'{{"format":"forebay-checkpoint","version":{version},"sha256":"{digest}","manifest":'.encode() + body + b"}\n"
@@ -439,10 +439,12 @@ def test_g09_only_plain_files_are_read(saved: Path, tmp_path: Path, kind: str, w
         (b'{"format": "safetensors", "version": 1}', "'safetensors'"),
         (b'{"format": 1, "version": 1}', "not the manifest"),
         (b'{"format": "forebay-checkpoint", "version": 0}', "checksum"),
-        (b'{"format": "forebay-checkpoint", "version": 1}', "checksum"),
+        (b'{"format": "forebay-checkpoint", "version": 2}', "checksum"),
+        (b'{"format": "forebay-checkpoint", "version": 1}', "version 1, which an older Forebay wrote"),
+        (seal(b"{}", 1), "version 1, which an older Forebay wrote"),
         (b'{"format": "forebay-checkpoint", "version": "1"}', "not the manifest"),
-        (b'{"format": "forebay-checkpoint", "version": 2, "new": []}', "version 2; .* use a newer one"),
-        (seal(b"{}", 2), "version 2"),
+        (b'{"format": "forebay-checkpoint", "version": 3, "new": []}', "version 3; .* use a newer one"),
+        (seal(b"{}", 3), "version 3"),
         (seal(b"{}"), "cannot be read"),
         (seal(b"[" * 100_000), "cannot be read|not the manifest"),
         (seal(b'{"next_uid":1,"next_timestamp_id":1,"accounts":{"a":"*"}}'), "accounts"),
@@ -455,11 +457,19 @@ def test_foreign_and_newer_manifests_are_refused_by_name(saved: Path, content: b
     assert "manifest.json" in str(caught.value)
 
 
-@pytest.mark.parametrize("content", [b"", b'{"name": "theirs"}', b'{"format":"forebay-checkpoint","version":2,"x":[]}'])
-def test_a_save_never_overwrites_a_foreign_or_newer_manifest(saved: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b'{"name": "theirs"}',
+        b'{"format":"forebay-checkpoint","version":3,"x":[]}',
+        b'{"format":"forebay-checkpoint","version":1,"x":[]}',
+    ],
+)
+def test_a_save_never_overwrites_a_foreign_newer_or_older_manifest(saved: Path, content: bytes) -> None:
     (saved / "manifest.json").write_bytes(content)
     before = sorted(saved.iterdir())
-    with pytest.raises((InvalidInput, DamagedData), match=r"newer|another directory"):
+    with pytest.raises((InvalidInput, DamagedData), match=r"newer|older|another directory"):
         CheckpointWriter(saved)
     assert (saved / "manifest.json").read_bytes() == content
     assert sorted(saved.iterdir()) == before

@@ -286,7 +286,7 @@ def test_a_column_with_a_value_that_is_not_plain_data_is_refused_with_its_path(v
 
 WRONG_FIELDS: dict[str, Any] = {
     "message": "hello", "response": 5, "session_id": 1.5, "finish_reason": 3, "error_msg": b"x", "reward": 1.0,
-    "tools": ({"a": 1},), "extra_fields": None, "sample_params": SampleParams(seed=3.5),  # type: ignore[arg-type]
+    "tools": ({"a": 1},), "extra_fields": None, "sample_params": {"seed": 3},
 }  # fmt: skip
 
 

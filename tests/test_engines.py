@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,7 @@ async def test_g13_a_pause_returns_when_the_server_has_stopped_our_requests(
             await until(lambda: server.active >= 4)
             await manager.pause_produce()
             assert server.running == 0
+            server.version = str(step)
             await manager.continue_produce(step)
     await producing
 
@@ -494,7 +495,7 @@ async def test_g13_the_version_of_a_server_unreachable_at_step_0_is_checked_when
             await loop.generate_group([sample(0)])
 
 
-@pytest.mark.parametrize(("version", "step"), [("default", 0), ("default", 3), ("0", 0), ("3", 3), ("v3-final", 0)])
+@pytest.mark.parametrize(("version", "step"), [("default", 0), ("0", 0), ("3", 3), ("v3-final", 0)])
 async def test_versions_that_name_no_other_step_are_accepted(
     server: EngineServer, control: EngineControl, version: str, step: int
 ) -> None:
@@ -503,6 +504,53 @@ async def test_versions_that_name_no_other_step_are_accepted(
         await loop.weights_loaded(step)
         (state,) = await loop.generate_group([sample(0)])
     assert state.status is Status.COMPLETED
+
+
+@pytest.mark.parametrize("version", ["default", "v3-final"])
+async def test_g13_a_step_that_the_control_did_not_load_is_refused(server: EngineServer, version: str) -> None:
+    server.version = version
+    async with loop_of(server, engine=CONTROLS[server.kind](server.root)) as loop:
+        with pytest.raises(EngineError, match=rf"{server.root} was not loaded .* of"):
+            await loop.weights_loaded(3)
+    async with loop_of(server, engine=CONTROLS[server.kind](server.root, trust_restarts=True)) as loop:
+        await loop.weights_loaded(3)  # the user says that it has the current weights when it starts
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_g13_several_servers_are_updated_together_or_none_of_their_tokens_count(
+    weights: Callable[[int], Path], together: bool
+) -> None:
+    buffer = AsyncReplayBufferConfig().build()
+    async with AsyncExitStack() as stack:
+        servers = [await stack.enter_async_context(EngineServer(started_with=weights(0))) for _ in range(2)]
+        controls = [VLLMControl(server.root) for server in servers]
+        tasks: list[Task] = []
+        for server, control in zip(servers, controls, strict=True):
+            loop = await stack.enter_async_context(loop_of(server, engine=control))
+            strategy = AsyncProduceStrategy(buffer, over_sample_threshold=1.0, max_staleness=3, progress=NoProgress())
+            name = f"task {len(tasks)}"
+            tasks.append(Task(name=name, sampler=Sampler(PROMPTS), agent_loop=loop, strategy=strategy))
+        manager = await stack.enter_async_context(DisaggregatedAgentLoopManager(tasks, buffer))
+        producing = asyncio.create_task(manager.produce_loop(4))
+        async with manager.get_batch(4, 1, timeout_s=HANG_S):
+            pass
+        if not together:
+            await controls[0].update_weights(weights(1), model_step=1, manager=manager)
+            with pytest.raises(EngineError, match=f"{servers[1].root} was not loaded by its control"):
+                async with asyncio.timeout(HANG_S):
+                    await producing
+        await manager.pause_produce()
+        for control in controls:
+            await control.update_weights(weights(1), model_step=1)
+        await manager.continue_produce(1)
+        if not together:
+            producing = asyncio.create_task(manager.produce_loop(4))
+        for step in range(2, 6):  # tokens of step 0 are too old for the last of them
+            async with manager.get_batch(4, step, timeout_s=HANG_S) as batch:
+                assert wrong_spans(batch.groups) == []
+        assert {model_step for group in batch.groups for state in group for model_step, _ in state.version_spans} == {1}
+        await manager.shutdown()
+        await producing
 
 
 # --- an update waits for an unreachable server ----------------------------------------------------------
@@ -545,6 +593,8 @@ async def test_an_update_waits_for_an_unreachable_server(
             update = asyncio.create_task(control.update_weights(weights(step), model_step=step, manager=manager))
             await until(lambda: "engine_away" in caplog.text and str(manager.producer_state) == "paused")
             assert not update.done()
+            await until(lambda: "update_weights waits" in (control.explain_wait() or ""))
+            assert f"update_weights waits: {server.root} is unreachable" in await manager.explain_wait()
             await server.start_again()
             assert (await update).checked == (5 if verify else 0)
             assert (server.version, server.step, server.paused) == (str(step), step, False)
@@ -574,6 +624,58 @@ async def test_an_update_starts_over_if_the_server_restarts_meanwhile(
     await control.update_weights(weights(2), model_step=2)
     assert len(restarts) == 1
     assert (server.version, server.step, server.paused) == ("2", 2, False)
+
+
+@pytest.mark.parametrize("moment", [HOLD, LOAD, VERSION])
+async def test_a_reload_waits_for_a_server_that_restarts_meanwhile(
+    server: EngineServer, control: EngineControl, weights: Callable[[int], Path], moment: dict[str, str]
+) -> None:
+    restarts: list[asyncio.Task[None]] = []
+
+    async def restart() -> None:
+        restarts.append(asyncio.create_task(server.restart()))
+        await asyncio.Event().wait()  # until this connection is closed
+
+    async with loop_of(server, engine=control, max_tokens=60) as loop, plane(loop) as (manager, _):
+        await control.update_weights(weights(1), model_step=1)
+        await manager.continue_produce(1)
+        await server.restart()
+        at(server, moment[server.kind], restart)
+        producing = asyncio.create_task(manager.produce_loop(2))
+        async with manager.get_batch(2, 2, timeout_s=HANG_S) as batch:
+            assert wrong_spans(batch.groups) == []
+            assert {state.num_tries for group in batch.groups for state in group} == {0}
+        assert len(restarts) == 1
+    await producing
+
+
+async def test_a_server_that_dies_in_a_pause_is_not_reported_as_busy(weights: Callable[[int], Path]) -> None:
+    async def die() -> None:
+        dying.append(asyncio.create_task(server.kill()))
+        await asyncio.Event().wait()  # until this connection is closed
+
+    dying: list[asyncio.Task[None]] = []
+    async with EngineServer(started_with=weights(0)) as server:
+        at(server, "/pause", die)
+        with pytest.raises(EngineError, match="POST /pause got no answer"):
+            await VLLMControl(server.root).idle()
+
+
+async def test_g11_explain_wait_shows_an_update_that_waits_for_a_busy_server(
+    server: EngineServer, control: EngineControl, weights: Callable[[int], Path]
+) -> None:
+    async with loop_of(server, engine=control, max_tokens=100_000) as loop, plane(loop) as (manager, _):
+        producing = asyncio.create_task(manager.produce_loop(2))
+        await until(lambda: server.active >= 2)
+        server.hold_tails = True
+        update = asyncio.create_task(control.update_weights(weights(1), model_step=1, manager=manager))
+        await until(lambda: any(HOLD[server.kind] in path for path in server.asked))
+        await until(lambda: server.active == 0)
+        assert f"{server.root} still runs requests (idle_timeout_s is 30), for " in await manager.explain_wait()
+        server.hold_tails = False
+        await update
+        assert control.explain_wait() is None
+    await producing
 
 
 @pytest.mark.parametrize("verify", [True, False])
@@ -751,7 +853,7 @@ async def test_only_the_step_that_the_control_loaded_can_be_reported(
     await control.update_weights(weights(7), model_step=7)
     async with loop_of(server, engine=control) as loop:
         await loop.weights_loaded(7)
-        with pytest.raises(EngineError, match="loaded the weights of step 7, but step 8 was reported"):
+        with pytest.raises(EngineError, match="loaded with the weights of step 7 by its control, but step 8 was reported"):
             await loop.weights_loaded(8)
 
 

@@ -14,15 +14,18 @@ from forebay import (
     AsyncProduceStrategy,
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
+    MemoryStorage,
     ReplayBuffer,
     RolloutState,
     Sampler,
     Status,
+    Storage,
     SyncProduceStrategy,
     Task,
     Timeouts,
     WaitTimeout,
 )
+from forebay.agent_loop.openai import OpenAIAgentLoop
 from forebay.core import aio as threads
 from forebay.produce import NoProgress
 from forebay.testing.simulate import run
@@ -42,9 +45,14 @@ async def forever(state: Any) -> Any:
 
 
 def manager_of(
-    generate: Any = at_once, dataset: Any = None, max_groups: int | None = None, **options: Any
+    generate: Any = at_once,
+    dataset: Any = None,
+    max_groups: int | None = None,
+    max_bytes: int | None = None,
+    storage: Storage | None = None,
+    **options: Any,
 ) -> DisaggregatedAgentLoopManager:
-    buffer = ReplayBuffer(max_groups=max_groups)
+    buffer = ReplayBuffer(storage=storage, max_groups=max_groups, max_bytes=max_bytes)
     strategy = AsyncProduceStrategy(buffer, progress=NoProgress(), **options)
     sampler = Sampler([{"prompt": "q"}] * 9 if dataset is None else dataset)
     task = Task(name="math", sampler=sampler, agent_loop=FunctionAgentLoop(generate), strategy=strategy)
@@ -102,14 +110,15 @@ def test_g11_attempts_show() -> None:
     assert "although nobody asked for that" in text
 
 
-async def test_g11_a_hung_data_set_shows_as_drawing(tmp_path: Path) -> None:
-    released = threading.Event()
+async def test_g11_a_hung_data_set_shows_as_drawing() -> None:
+    begun, released = threading.Event(), threading.Event()
 
     class Hanging:
         def __len__(self) -> int:
             return 9
 
         def __getitem__(self, index: int) -> Any:
+            begun.set()
             released.wait()
             return {"prompt": "q"}
 
@@ -117,12 +126,13 @@ async def test_g11_a_hung_data_set_shows_as_drawing(tmp_path: Path) -> None:
     async with manager:
         producer = asyncio.create_task(manager.produce_loop(2))
         try:
+            assert await threads.in_thread(lambda: begun.wait(HANG_S))
             with pytest.raises(WaitTimeout) as late:
-                await manager.get_batch(2, 1, timeout_s=0.2)
+                await manager.get_batch(2, 1, timeout_s=0)
         finally:
             released.set()
     await producer
-    assert "drawing: for 0." in late.value.explanation
+    assert "drawing: for " in late.value.explanation
 
 
 async def test_g11_a_hung_data_set_does_not_hold_up_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +191,27 @@ async def test_g03_a_reward_that_hangs_takes_one_thread_and_delays_no_other_grou
         released.set()
 
 
+async def test_g11_a_save_that_waits_for_a_thread_shows(tmp_path: Path) -> None:
+    released = threading.Event()
+    hung = [threads.start_thread(released.wait) for _ in range(threads.FILES.max_threads)]
+    manager = manager_of()
+    try:
+        async with asyncio.timeout(HANG_S):
+            while threads.FILES.running < threads.FILES.max_threads:  # noqa: ASYNC110  threads tell nobody
+                await asyncio.sleep(0.001)
+            saving = asyncio.create_task(manager.save(tmp_path / "checkpoint", 0))
+            while not threads.FILES.waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+        said = "all 8 threads of the pool 'files' (checkpoints and other files) are busy, 1 calls wait"
+        assert (await manager.explain_wait()).count(said) == 1
+        assert said in await manager.replay_buffer.explain_wait()
+    finally:
+        released.set()
+    await asyncio.gather(*hung, saving)
+    assert "threads of the pool" not in await manager.explain_wait()
+    await manager.shutdown()
+
+
 def test_a_colocated_timeout_says_what_hangs() -> None:
     async def main() -> None:
         buffer = ReplayBuffer()
@@ -194,6 +225,71 @@ def test_a_colocated_timeout_says_what_hangs() -> None:
         assert (await buffer.ledger())["math"]["buffered"] == 4
 
     run(main)
+
+
+class SlowToStore(MemoryStorage):
+    async def put(self, *args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(1000)
+        return await super().put(*args, **kwargs)
+
+
+def test_g11_a_hung_storage_shows_as_storing() -> None:
+    text = run(lambda: stuck(manager_of(storage=SlowToStore())))
+    assert "storing: 2 groups, the oldest (group 0, attempt 1) for 100.0 s" in text
+    assert "generating:" not in text
+
+
+def test_the_age_of_the_oldest_generation_and_the_limits_are_figures() -> None:
+    async def main() -> None:
+        async def slowly(state: RolloutState) -> None:
+            await asyncio.sleep(50 if state.group_id == 0 else 20)
+            answer(state)
+
+        manager = manager_of(slowly, max_groups=8, max_bytes=1_000_000)
+        async with manager:
+            producer = asyncio.create_task(manager.produce_loop(2))
+            await asyncio.sleep(30)
+            figures = await manager.stats()
+            assert figures["forebay/math/produce/oldest_generation_s"] == 30
+            assert figures["forebay/math/produce/generating"] == 1
+            assert (figures["forebay/max_groups"], figures["forebay/max_bytes"]) == (8, 1_000_000)
+        await producer
+        assert "forebay/max_groups" not in await manager_of().stats()
+
+    run(main)
+
+
+def test_generation_times_of_a_batch_are_over_all_tasks() -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+
+        def task(name: str, seconds: float) -> Task:
+            async def generate(state: RolloutState) -> None:
+                await asyncio.sleep(seconds)
+                answer(state)
+
+            strategy = SyncProduceStrategy(buffer, progress=NoProgress())
+            sampler = Sampler([{"prompt": "q"}])
+            loop = FunctionAgentLoop(generate)
+            return Task(name=name, sampler=sampler, agent_loop=loop, strategy=strategy, weight=10 - seconds)
+
+        manager = AgentLoopManager([task("quick", 1), task("slow", 9)], buffer)
+        async with manager, manager.produce_batch(10, 1, model_step=0) as batch:
+            assert (batch.group_gen_p50_s, batch.group_gen_p99_s) == (1, 9)
+            by_task = {name: result.group_gen_p99_s for name, result in batch.task_results.items()}
+            assert by_task == {"quick": 1, "slow": 9}
+
+    run(main)
+
+
+def test_the_defaults_are_those_of_the_guide() -> None:
+    async def unused(state: RolloutState) -> None: ...
+
+    manager = manager_of()
+    assert manager.storage_retry_s == 60
+    assert FunctionAgentLoop(unused).outage.down_timeout_s == 600
+    assert OpenAIAgentLoop("http://127.0.0.1:1/v1", "policy").outage.down_timeout_s == 600
+    assert AsyncProduceStrategy(ReplayBuffer()).tail_after == 3
 
 
 def test_counters_survive_a_resume(tmp_path: Path) -> None:

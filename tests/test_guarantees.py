@@ -21,18 +21,23 @@ async def test_g01_the_ledger_is_closed_while_everything_happens_at_once() -> No
     checked = 0
 
     async def produce() -> None:
-        for step in range(60):
-            for group in await draw(buffer, 2):
-                await turns(1)
+        drawn = 0
+        while drawn < 120:
+            groups = await draw(buffer, 2)  # none while the buffer is full
+            drawn += len(groups)
+            await turns(1)
+            for group in groups:
                 for state in group:
-                    state.status = [Status.COMPLETED, Status.ABORTED, Status.FAILED][step % 3]
+                    state.status = [Status.COMPLETED, Status.ABORTED, Status.FAILED][drawn // 2 % 3]
+                    state.response = "x"
                 await buffer.put(group, "math")
+                await turns(1)
 
     async def retry() -> None:
         while True:
             for group in await internals(buffer).redraw(2, "math"):
                 for state in group:
-                    state.status = Status.COMPLETED
+                    state.status, state.response = Status.COMPLETED, "x"
                 await buffer.put(group, "math")
             await turns(1)
 
@@ -193,7 +198,7 @@ async def test_g10_refreshing_leaves_the_loop_free() -> None:
 
 async def test_g10_a_query_of_everything_leaves_the_loop_free() -> None:
     buffer = ReplayBuffer()
-    await buffer.put_many([make_group(1, tokens=0) for _ in range(3_000)], "math")
+    await buffer.put_many([make_group(1, tokens=1) for _ in range(3_000)], "math")
     ticks = 0
 
     async def tick() -> None:
@@ -219,7 +224,7 @@ async def test_g10_putting_many_leaves_the_loop_free() -> None:
             await asyncio.sleep(0)
 
     ticker = asyncio.create_task(tick())
-    await buffer.put_many([make_group(1, tokens=0) for _ in range(640)], "math")
+    await buffer.put_many([make_group(1, tokens=1) for _ in range(640)], "math")
     ticker.cancel()
     assert ticks >= 640 // 64
 

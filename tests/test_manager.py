@@ -349,6 +349,36 @@ async def test_a_lease_of_somebody_else_does_not_count() -> None:
 
 
 @simulated
+@pytest.mark.parametrize("max_groups", [4, 6, None])
+async def test_groups_of_a_dead_owner_complete_the_batch_when_they_are_back(max_groups: int | None) -> None:
+    storage = MemoryStorage(clock=now)
+    dead = ReplayBuffer(storage=storage, max_groups=max_groups, lease_s=60)
+    await dead.put_many([make_group() for _ in range(4)], "math", model_step=0)
+    await dead.lease_batch({"math": 4}, train_step=1)  # its process is killed: no heartbeat in virtual time
+    plane = colocated(buffer=ReplayBuffer(storage=storage, max_groups=max_groups), loop=after(1))
+    async with plane.manager.produce_batch(4, 1, model_step=0, timeout_s=1000) as batch:
+        assert len(batch.groups) == 4
+        assert now() == pytest.approx(1 if max_groups is None else 60)
+    assert (await plane.ledger())["trained"] == 4
+    await dead.close()
+
+
+@simulated
+async def test_a_strategy_counts_groups_that_come_back_from_a_dead_owner() -> None:
+    storage = MemoryStorage(clock=now)
+    dead = ReplayBuffer(storage=storage, max_groups=4, lease_s=60)
+    await dead.put_many([make_group() for _ in range(4)], "math", model_step=0)
+    await dead.lease_batch({"math": 4}, train_step=1)
+    plane = colocated(buffer=ReplayBuffer(storage=storage, max_groups=4), loop=after(1))
+    produced = await plane.strategies["math"].produce_batch(
+        plane.loops["math"], Sampler(PROMPTS), 4, "math", train_step=1, model_step=0
+    )
+    assert produced.complete
+    assert now() == pytest.approx(60)
+    await dead.close()
+
+
+@simulated
 async def test_a_request_is_for_one_batch() -> None:
     plane = colocated()
     request = plane.manager.produce_batch(1, 1, model_step=0)
@@ -878,7 +908,8 @@ async def test_the_limits_of_a_task_replace_those_of_an_earlier_run_before_a_bat
     await buffer.put(make_group(model_step=0), "math", model_step=0)
     plane = colocated(buffer=buffer)
     async with plane.manager.produce_batch(1, 4, model_step=3) as batch:
-        assert [group[0].group_id for group in batch.groups] == [0], "the old one had a negative id"
+        spans = [state.version_spans for group in batch.groups for state in group]
+        assert {model_step for runs in spans for model_step, _ in runs} == {3}, "the old group expired"
 
 
 # --- looking --------------------------------------------------------------------------------------------
@@ -920,7 +951,7 @@ async def test_waiting_is_explained_by_task() -> None:
     producing = asyncio.ensure_future(plane.manager.produce_batch(3, 1, model_step=0).__aenter__())
     await asyncio.sleep(7)
     text = await plane.manager.explain_wait()
-    assert "waited 7.0 s so far for task 'math' to have 2 groups completed, leased or trained" in text
+    assert "waited 7.0 s so far for task 'math' to have 2 completed groups in the buffer" in text
     assert "task 'math': buffered 1 completed; 1 in flight" in text
     assert "the oldest (group 1) for 7.0 s" in text
     assert "task 'math': 1 groups missing of 2 owed up to step 1; 1 in flight here" in text
@@ -931,7 +962,65 @@ async def test_waiting_is_explained_by_task() -> None:
 
 
 @simulated
+async def test_groups_that_others_hold_are_said_to_be_missing() -> None:
+    storage = MemoryStorage(clock=now)
+    dead = ReplayBuffer(storage=storage, max_groups=4, lease_s=60)
+    await dead.put_many([make_group() for _ in range(4)], "math", model_step=0)
+    await dead.lease_batch({"math": 4}, train_step=1)
+    plane = colocated(buffer=ReplayBuffer(storage=storage, max_groups=4), loop=after(1))
+    producing = asyncio.ensure_future(plane.manager.produce_batch(4, 1, model_step=0).__aenter__())
+    await asyncio.sleep(7)
+    text = await plane.manager.explain_wait()
+    assert "task 'math' to have 4 completed groups in the buffer" in text
+    assert "task 'math': 4 groups missing of 4 owed up to step 1; 0 in flight here" in text
+    batch = await producing
+    assert "task 'math': 0 groups missing of 4 owed up to step 1" in await plane.manager.explain_wait()
+    assert batch.lease is not None
+    await batch.lease.ack()
+    await dead.close()
+
+
+@simulated
 async def test_the_ledger_of_a_manager_is_that_of_its_buffer() -> None:
     plane = colocated()
     await plane.manager.produce_batch(1, 1, model_step=0)
     assert await plane.manager.ledger() == await plane.buffer.ledger()
+
+
+# --- an error while cleaning up -------------------------------------------------------------------------
+
+
+class FailsToClose(SyncProduceStrategy):
+    async def close(self) -> None:
+        await super().close()
+        raise RuntimeError("cleaning up failed")
+
+
+def manager_that_fails_to_close(kind: type[Manager], generate: Answer = at_once, **options: Any) -> Any:
+    buffer = ReplayBuffer()
+    strategy = FailsToClose(buffer, progress=NoProgress(), **options)
+    task = Task(name="math", sampler=Sampler(PROMPTS), agent_loop=FunctionAgentLoop(generate), strategy=strategy)
+    return kind([task], buffer)
+
+
+@simulated
+@pytest.mark.parametrize("kind", [AgentLoopManager, DisaggregatedAgentLoopManager])
+async def test_the_error_of_a_block_is_raised_when_the_shutdown_fails_too(kind: type[Manager]) -> None:
+    with pytest.raises(ValueError, match="the original"):
+        async with manager_that_fails_to_close(kind):
+            raise ValueError("the original")
+    with pytest.raises(RuntimeError, match="cleaning up failed"):
+        async with manager_that_fails_to_close(kind):
+            pass
+
+
+@simulated
+async def test_the_error_of_a_batch_is_raised_when_cleaning_up_fails_too() -> None:
+    """S4 of the field report: it was not even in the chain."""
+
+    async def failing(state: RolloutState) -> None:
+        raise ValueError("the original")
+
+    manager = manager_that_fails_to_close(AgentLoopManager, failing, budgets=Budgets(max_consecutive_failures=2))
+    with pytest.raises(TooManyFailures, match="the original"):
+        await manager.produce_batch(2, 1, model_step=0)

@@ -206,7 +206,7 @@ async def test_a_checkpoint_without_responses_has_a_fraction_of_the_size(tmp_pat
 
     async def long(state: RolloutState) -> None:
         state.response_ids = chance.integers(0, 150_000, 1_000, dtype=np.int32)
-        state.logprobs = chance.random(1_000, dtype=np.float32)
+        state.logprobs = -chance.random(1_000, dtype=np.float32)
         state.status = Status.COMPLETED
 
     prompts = [{"prompt": "word " * 200, "prompt_ids": chance.integers(0, 150_000, 200).tolist()} for _ in range(20)]
@@ -701,7 +701,7 @@ def alter_the_manifest(directory: Path) -> None:
 
 def make_it_newer(directory: Path) -> None:
     path = directory / "manifest.json"
-    path.write_text(path.read_text().replace('"version":1', '"version":2'))
+    path.write_text(path.read_text().replace('"version":2', '"version":3'))
 
 
 def make_it_foreign(directory: Path) -> None:

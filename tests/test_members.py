@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -151,6 +152,27 @@ def test_g13_a_completed_member_without_tokens_is_failed(fields: dict[str, Any],
     assert statuses(members) == [Status.COMPLETED, status]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_ids": [*np.array([1, 2, 3])], "logprobs": [*np.array([-0.5, 0.0, -1.0], np.float32)]},
+        {"logprobs": [1e-5, -float("inf"), 0]},  # as engines round
+        {"logprobs": np.array([1e-5, -0.5, 0.0], ml_dtypes.bfloat16)},
+        {"response_mask": [True, 0, 1.0]},
+        {"response_mask": np.array([True, False, True])},
+        {"response_mask": np.array([1.0, 0.0, 1.0])},
+        {"version_spans": ((5, 3),)},
+        {"logprobs": [7.0] * 4, "input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]},  # an agent trace has its own
+    ],
+)
+def test_values_that_an_engine_may_return_are_kept(fields: dict[str, Any]) -> None:
+    (prompt,) = prompts = issued(1)
+    (state,) = answers = answered(prompts)
+    for name, value in fields.items():
+        setattr(state, name, value)
+    assert errors(collect([prompt], answers, partial=True, model_step=5)) == [None]
+
+
 def test_complete_answers_are_kept() -> None:
     prompts = issued()
     members = collect(prompts, answered(prompts), partial=False)
@@ -188,6 +210,17 @@ def change(**fields: Any) -> Spoil:
         (change(response_ids="text"), "str"),
         (change(version_spans=((1, 99),)), "99 tokens"),
         (change(version_spans=5), "version_spans"),
+        (change(response_ids=[1, -2, 3]), "response_ids[1] of rollout 22 of group 7 is -2; expected token ids"),
+        (change(response_ids=[1, 2, 3.5]), "response_ids[2] of rollout 22 of group 7 is 3.5"),
+        (change(response_ids=np.array([1, 2, -3])), "response_ids[2] of rollout 22 of group 7 is -3"),
+        (change(response_ids=np.ones(3)), "response_ids[0] of rollout 22 of group 7 is 1.0"),
+        (change(logprobs=[-0.5, float("nan"), -0.5]), "logprobs[1] of rollout 22 of group 7 is nan"),
+        (change(logprobs=[-0.5, -0.5, 0.25]), "logprobs[2] of rollout 22 of group 7 is 0.25; expected"),
+        (change(logprobs=np.array([-0.5, -0.5, np.nan], np.float32)), "logprobs[2] of rollout 22 of group 7 is nan"),
+        (change(logprobs=np.array([0.5, -0.5, -0.5])), "logprobs[0] of rollout 22 of group 7 is 0.5"),
+        (change(response_mask=[1, 2, 0]), "response_mask[1] of rollout 22 of group 7 is 2; expected only 0 and 1"),
+        (change(response_mask=np.array([1, 0, 0.5])), "response_mask[2] of rollout 22 of group 7 is 0.5"),
+        (change(version_spans=((4, 2), (6, 1))), "contain model step 6, but the engine has the weights of step 5"),
         (change(status=Status.INIT), "without a status"),
         (change(status=Status.EXPIRED), "expired"),
         (change(status=Status.ARCHIVED), "archived"),
@@ -205,7 +238,7 @@ def change(**fields: Any) -> Spoil:
 )
 def test_an_invalid_answer_fails_its_member_only(spoil: Spoil, error: str) -> None:
     prompts = issued()
-    members = collect(prompts, spoil(answered(prompts)), partial=True)
+    members = collect(prompts, spoil(answered(prompts)), partial=True, model_step=5)
     bad = members[1]
     assert (bad.status, bad.rollout_id, bad.group_id, bad.response_ids) == (Status.FAILED, 22, 7, None)
     assert error in (bad.error_msg or "")
@@ -607,6 +640,40 @@ async def test_a_loop_that_ignores_its_cancel_cannot_change_stored_samples() -> 
     group = await producer.only(Status.ABORTED)
     assert group == before
     assert [state.num_tries for state in group] == [0, 0, 0]
+
+
+class LeavesItsTool(AgentLoop):
+    """Returns ABORTED in a pause although its tool, which has the sample, still runs."""
+
+    async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
+        state.response_ids, state.loop_state = [0, 1], {"calls": 1}
+        self.tool = asyncio.create_task(self.call_tool(state))
+        await self.until_paused()
+        state.status = Status.ABORTED
+        return state
+
+    async def call_tool(self, state: RolloutState) -> None:
+        await asyncio.sleep(100)
+        assert isinstance(state.response_ids, list)
+        assert state.loop_state is not None
+        state.response_ids.append(666)
+        state.message.append({"role": "tool", "content": "late"})
+        state.loop_state["calls"] = 2
+        state.finish_reason = "stop"
+
+
+@simulated
+async def test_a_tool_that_outlives_its_attempt_cannot_change_what_is_stored() -> None:
+    loop = LeavesItsTool()
+    producer = running_ahead(loop, enable_partial_rollout=True, members=1)
+    producing = asyncio.create_task(producer.produce(1))
+    await asyncio.sleep(1)
+    await producer.strategy.pause()
+    await producing
+    await loop.tool
+    (state,) = await producer.only(Status.ABORTED)
+    assert (state.response_ids, state.loop_state, len(state.message)) == ([0, 1], {"calls": 1}, 1)
+    assert state.finish_reason is None
 
 
 @simulated

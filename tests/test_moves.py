@@ -12,6 +12,7 @@ from tests.support import closed_ledger, draw
 def with_status(group: list[RolloutState], status: Status, error: str | None = None) -> list[RolloutState]:
     for state in group:
         state.status = status
+        state.response = "x"
         state.error_msg = error
     return group
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from forebay import OpenAIAgentLoop, RolloutState, SampleParams, Status
 from forebay.agent_loop.completion import EventReader, Interrupted, WrongAnswer, read_piece
 from forebay.agent_loop.openai import _delay_s
+from forebay.engines import VLLMControl
 from forebay.errors import EngineError, EngineUnavailable, InvalidConfig, InvalidInput
 from tests.openai_server import CompletionServer, Script, answer_to, logprob_of, text_of
 from tests.processes import HANG_S
@@ -301,11 +303,21 @@ async def test_a_response_that_ends_in_a_stop_token_is_complete(
     assert server.received == []
 
 
+@pytest.mark.parametrize("mask", [[1] * 4 + [0], np.array([1] * 4 + [0])], ids=["list", "array"])
+async def test_a_stop_token_of_a_tool_does_not_end_the_answer(loop: OpenAIAgentLoop, mask: Any) -> None:
+    """Chat templates close the turn of a tool with the token that closes the turns of the model."""
+    state = begun(5, response_mask=mask, sample_params=SampleParams(stop_token_ids=(ANSWER[4],)))
+    await answered(loop, state)
+    assert (state.status, state.finish_reason) == (Status.COMPLETED, "length")
+    assert holds(state, ANSWER)
+    assert list(state.response_mask if state.response_mask is not None else ()) == [1] * 4 + [0] + [1] * (BUDGET - 5)
+
+
 async def test_without_partial_rollout_a_sample_starts_from_its_prompt(
     loop: OpenAIAgentLoop, server: CompletionServer
 ) -> None:
     state = begun(5, version_spans=((3, 5),), response_mask=[1] * 5, reward={"score": 1.0})
-    assert await answered(loop, state) is state
+    assert await loop.generate_group([state]) == [state]
     assert holds(state, ANSWER)
     assert (state.version_spans, state.response_mask, state.reward) == ((), None, None)
     assert server.received[0].body["prompt"] == PROMPT
@@ -685,6 +697,13 @@ async def test_a_permanent_failure_is_an_error_at_once(server: CompletionServer,
     assert len(server.received) == 1
 
 
+async def test_a_404_for_a_base_url_without_v1_hints_at_it(server: CompletionServer) -> None:
+    params = SampleParams(max_tokens=BUDGET)
+    async with OpenAIAgentLoop(server.url.removesuffix("/v1"), "policy", sample_params=params) as loop:
+        with pytest.raises(EngineError, match=r"status 404.*; base_url usually ends in /v1"):
+            await answered(loop, sample())
+
+
 async def test_an_answer_that_is_too_large_is_refused_before_it_is_kept(server: CompletionServer) -> None:
     stream = (("Content-Type", "text/event-stream"),)
     server.scripts.append(Script(body=b"data: " + b"x" * 500_000, headers=stream))
@@ -786,7 +805,7 @@ async def test_without_a_key_no_authorization_is_sent(loop: OpenAIAgentLoop, ser
 
 def test_certificates_are_verified_with_https(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(httpx.AsyncClient, "__init__", lambda self, **settings: asked.append(settings["verify"]))
+    monkeypatch.setattr(httpx.AsyncHTTPTransport, "__init__", lambda self, **settings: asked.append(settings["verify"]))
     for url in ("https://host/v1", "HTTPS://host/v1", "http://host/v1"):
         OpenAIAgentLoop(url, "policy")
     assert asked == [True, True, False]
@@ -842,6 +861,11 @@ async def test_a_client_of_the_user_is_used_and_left_open(server: CompletionServ
         ({"extra_body": {"n": 2}}, "extra_body has 'n'"),
         ({"extra_body": {"temperature": 0}}, "extra_body has 'temperature'"),
         ({"extra_body": {"x": object()}}, "extra_body cannot be written as JSON"),
+        ({"engine": "http://127.0.0.1:8000"}, "engine is 'http://127.0.0.1:8000'; expected a control"),
+        (
+            {"engine": VLLMControl("http://127.0.0.1:8001")},
+            "the loop sends requests to http://127.0.0.1:8000, but its engine controls http://127.0.0.1:8001",
+        ),
         ({"client": "httpx"}, "client is 'httpx'; expected an httpx.AsyncClient"),
     ],
 )
@@ -850,6 +874,11 @@ def test_a_wrong_setting_is_refused_with_the_expected_value(settings: dict[str, 
         OpenAIAgentLoop(**({"base_url": "http://127.0.0.1:8000/v1", "model": "policy"} | settings))
     assert message in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("root", ["http://localhost:8000", "http://127.0.0.1:8000/", "HTTP://[::1]:8000"])
+def test_the_control_of_the_same_server_is_accepted(root: str) -> None:
+    OpenAIAgentLoop("http://127.0.0.1:8000/v1", "policy", engine=VLLMControl(root))
 
 
 def test_a_trailing_slash_of_the_url_is_ignored() -> None:
@@ -914,3 +943,64 @@ async def test_the_seed_of_a_continuation_depends_on_the_tokens_before_it(server
     first, continued, whole = (request.body["seed"] for request in server.received)
     assert first == whole
     assert continued != first
+
+
+# --- names of hosts -----------------------------------------------------------------------------------
+
+
+async def test_g10_a_name_is_resolved_while_tools_fill_the_default_executor(server: CompletionServer) -> None:
+    released = threading.Event()
+    running = asyncio.get_running_loop()
+    hung = [running.run_in_executor(None, released.wait) for _ in range(40)]  # it has at most 32 threads
+    try:
+        server.url = f"http://localhost:{server.port}/v1"
+        async with loop_for(server, connect_timeout_s=HANG_S, down_timeout_s=HANG_S) as loop:
+            for _ in range(2):
+                assert holds(await answered(loop, sample()), ANSWER)
+        assert {request.headers["host"] for request in server.received} == {f"localhost:{server.port}"}
+    finally:
+        released.set()
+        await asyncio.gather(*hung)
+
+
+async def test_a_name_that_does_not_exist_is_an_engine_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody(*args: object, **settings: object) -> None:
+        raise socket.gaierror("Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", nobody)
+    async with OpenAIAgentLoop("http://engine.invalid/v1", "policy", backoff_s=0.001, down_timeout_s=0.05) as loop:
+        with pytest.raises(EngineUnavailable, match=r"engine\.invalid cannot be resolved"):
+            await answered(loop, sample())
+
+
+async def test_all_addresses_of_a_name_are_tried(server: CompletionServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.2", 0))  # nobody listens there
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in ("127.0.0.2", "127.0.0.1")]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **settings: found)
+        server.url = f"http://engine.invalid:{server.port}/v1"
+        async with loop_for(server, down_timeout_s=HANG_S) as loop:
+            assert holds(await answered(loop, sample()), ANSWER)
+
+
+class FailsOneProbe(CompletionServer):
+    """Ends its first answer early, and does not say which process it is when it is asked after that."""
+
+    probes = 0
+
+    async def control(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        self.probes += path == "/metrics"
+        if self.probes == 2:  # the first one confirmed the tokens
+            return 503, b""
+        return await super().control(method, path, body)
+
+
+async def test_an_abort_followed_by_a_failed_probe_is_an_outage_and_its_tokens_stay() -> None:
+    async with FailsOneProbe() as server:
+        server.scripts.append(Script(finish_reason="abort", extra_tokens=4 - BUDGET))
+        async with loop_for(server) as loop:
+            state = await answered(loop, sample())
+    assert server.probes > 2
+    assert holds(state, ANSWER)
+    assert state.status is Status.COMPLETED
+    assert [request.body["prompt"] for request in server.received] == [PROMPT, PROMPT + ANSWER[:4]]

@@ -12,6 +12,7 @@ import pytest
 
 from forebay import (
     AgentLoop,
+    Budgets,
     FunctionAgentLoop,
     MemoryStorage,
     ReplayBuffer,
@@ -19,6 +20,7 @@ from forebay import (
     Status,
     StorageError,
     Timeouts,
+    TooManyFailures,
 )
 from forebay.buffer.internal import internals
 from forebay.core.record import Record
@@ -164,6 +166,35 @@ async def test_what_does_not_end_is_cancelled_and_comes_back_with_what_it_had() 
     assert [state.num_tries for state in group] == [0, 1]
     await producer.produce(1, 2)
     assert [state.version_spans for state in await producer.only(Status.COMPLETED)] == [((0, 7),), ((0, 2), (1, 1))]
+
+
+@simulated
+async def test_groups_that_one_pause_cancels_are_one_failure_in_a_row() -> None:
+    async def slow(state: RolloutState) -> None:
+        if state.num_tries == 0:
+            await never(state)
+        answer(state, 3)
+
+    producer = running_ahead(Stubborn(slow))
+    producing = asyncio.create_task(producer.produce(30))
+    await asyncio.sleep(1)
+    assert await producer.strategy.pause() == 60
+    await producing
+    assert len(await producer.records(status=Status.ABORTED)) == 30
+    assert (await producer.produce(30, 2)).complete
+    assert {state.num_tries for group in await producer.buffered(Status.COMPLETED) for state in group} == {1}
+
+
+@simulated
+async def test_pauses_that_always_have_to_cancel_end_producing_and_say_what_to_do() -> None:
+    producer = running_ahead(Stubborn(never), budgets=Budgets(max_consecutive_failures=2))
+    for step in (1, 2):
+        producing = asyncio.create_task(producer.produce(4, step))
+        await asyncio.sleep(40)
+        await producer.strategy.pause()
+        await producing
+    with pytest.raises(TooManyFailures, match=r"2 attempts .* of a pause \(.*`paused`, or raise pause_timeout_s\)\."):
+        await producer.produce(4, 3)
 
 
 @simulated

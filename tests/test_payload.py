@@ -110,7 +110,7 @@ async def test_issue_refuses_a_prompt_that_a_checkpoint_cannot_hold(storage: Sto
     ("field", "value"),
     [
         ("response_ids", [1, "2"]),
-        ("response_ids", [np.int64(1), 2]),
+        ("response_ids", [np.complex64(1), 2]),
         ("response_ids", [2**64, 1]),
         ("logprobs", [-0.5, None]),
         ("response_ids", np.array(["a", "b"])),
@@ -131,6 +131,20 @@ async def test_put_refuses_a_field_that_no_reader_would_accept(field: str, value
     setattr(state, field, value)
     with pytest.raises(UnsupportedPayload, match=rf"^group None of task 'math': \$\[0\]\.{field}"):
         await buffer.put(group, "math")
+
+
+async def test_numpy_numbers_in_the_list_of_a_column_are_stored_as_numbers(storage: Storage) -> None:
+    """`[*state.response_ids, *tokens]` makes such a list of an array."""
+    async with ReplayBuffer(storage=storage) as buffer:
+        (state,) = group = make_group(1, tokens=2)
+        state.response_ids = [*np.array([7]), 8]
+        state.logprobs = [*np.array([-0.5], np.float32), *np.array([-1.5])]
+        state.response_mask = [*np.array([True]), 0]
+        await buffer.put(group, "math")
+        ((state,),) = await buffer.get(1, "math", Status.COMPLETED)
+        columns = (state.response_ids, state.logprobs, state.response_mask)
+        assert columns == ([7, 8], [-0.5, -1.5], [True, 0])
+        assert [type(item) for column in columns for item in column or ()] == [int, int, float, float, bool, int]
 
 
 async def test_an_error_message_that_is_not_valid_unicode_is_stored_with_question_marks(storage: Storage) -> None:

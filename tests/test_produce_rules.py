@@ -60,28 +60,13 @@ def test_aborted_groups_start_again_only_without_partial_rollout() -> None:
     ],
 )
 def test_the_trigger_decides_what_is_drawn_first(trigger: int, waiting: int, plan: Plan) -> None:
-    assert make_plan(trigger=trigger, waiting=waiting, straggling=False, partial=True, budget=4) == plan
+    assert make_plan(trigger=trigger, waiting=waiting, partial=True, budget=4) == plan
 
 
 def test_without_partial_rollout_aborted_groups_wait_for_a_tail_batch() -> None:
-    assert make_plan(trigger=3, waiting=2, straggling=False, partial=False, budget=4).statuses == (Status.INIT,)
-    assert make_plan(trigger=3, waiting=3, straggling=False, partial=False, budget=4).statuses == ALL
-    assert make_plan(trigger=-1, waiting=3, straggling=False, partial=False, budget=4).statuses == (
-        Status.INIT,
-        Status.ABORTED,
-    )
-
-
-@pytest.mark.parametrize("partial", [True, False])
-@pytest.mark.parametrize("trigger", [0, 1, 8])
-def test_a_straggler_is_drawn_first_and_keeps_the_over_issue(trigger: int, partial: bool) -> None:
-    plan = make_plan(trigger=trigger, waiting=0, straggling=True, partial=partial, budget=4)
-    assert plan == Plan(ALL, 4, False)
-
-
-def test_there_are_no_stragglers_where_expired_groups_are_dropped() -> None:
-    plan = make_plan(trigger=-1, waiting=1, straggling=True, partial=True, budget=4)
-    assert plan == Plan((Status.INIT, Status.ABORTED), 4, False)
+    assert make_plan(trigger=3, waiting=2, partial=False, budget=4).statuses == (Status.INIT,)
+    assert make_plan(trigger=3, waiting=3, partial=False, budget=4).statuses == ALL
+    assert make_plan(trigger=-1, waiting=3, partial=False, budget=4).statuses == (Status.INIT, Status.ABORTED)
 
 
 def test_enough_groups_are_started_for_the_target_and_the_budget() -> None:

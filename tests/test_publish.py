@@ -116,9 +116,11 @@ def test_every_altered_byte_every_other_length_and_an_older_version_is_refused()
             ENVELOPE.open(wrong, Path("here"))
 
 
-def test_a_newer_version_is_unreadable_and_not_damaged() -> None:
+def test_another_version_is_unreadable_and_not_damaged() -> None:
     with pytest.raises(UnreadableData, match="version 4; this Forebay reads 3"):
         ENVELOPE.open(Envelope("forebay-things", 4).seal(b"{}"), Path("here"))
+    with pytest.raises(UnreadableData, match=r"version 2, which an older Forebay wrote; .* reads only version 3"):
+        ENVELOPE.open(Envelope("forebay-things", 2).seal(b"{}"), Path("here"))
 
 
 def test_a_body_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

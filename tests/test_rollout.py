@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -444,11 +445,25 @@ def test_the_size_of_a_group_does_not_depend_on_the_order_of_its_members() -> No
         ("repetition_penalty", -1, "a number from 0"),
         ("presence_penalty", 2.5, "a number from -2 to 2"),
         ("frequency_penalty", -3, "a number from -2 to 2"),
+        ("seed", "7", f"an integer from {-(2**63)} to {2**63 - 1}"),
+        ("stop", "END", "a tuple of strings"),
+        ("stop", (1,), "a tuple of strings"),
+        ("stop_token_ids", 5, "a tuple of token ids from 0"),
+        ("stop_token_ids", ["a"], "a tuple of token ids from 0"),
+        ("stop_token_ids", (-1,), "a tuple of token ids from 0"),
+        ("ignore_eos", "yes", "True, False or None"),
+        ("skip_special_tokens", 1, "True, False or None"),
     ],
 )
 def test_parameters_that_no_engine_takes_are_refused_with_their_range(field: str, value: Any, expected: str) -> None:
-    with pytest.raises(InvalidInput, match=f"{field} is {value!r}; expected {expected}$"):
+    with pytest.raises(InvalidInput, match=re.escape(f"{field} is {value!r}; expected {expected}") + "$"):
         SampleParams(**{field: value})
+
+
+def test_more_tokens_than_there_may_be_are_refused() -> None:
+    assert SampleParams(min_tokens=5, max_tokens=5).min_tokens == 5
+    with pytest.raises(InvalidInput, match="min_tokens is 10, but max_tokens only 5"):
+        SampleParams(min_tokens=10, max_tokens=5)
 
 
 def test_several_answers_to_one_request_are_refused_because_groups_have_members() -> None:

@@ -723,18 +723,6 @@ async def test_a_group_that_can_never_fit_is_an_error_every_time(kind: Callable[
     assert await closed_ledger(buffer) == {}
 
 
-async def test_room_that_others_took_meanwhile_does_not_hold_up_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = ReplayBuffer(max_groups=3)
-    sampler = SamplerWithReplayBuffer(records(10), buffer)
-    await sampler.draw(2, "math")
-
-    async def room() -> int:
-        return 3
-
-    monkeypatch.setattr(buffer, "room", room)
-    assert ids(await sampler.draw(3, "math", timeout_s=0)) == [2]
-
-
 async def test_a_draw_that_waits_for_room_takes_a_retry_that_comes_back() -> None:
     """A buffer full of what has to be generated again has no room, and never will if nobody draws that."""
     buffer = ReplayBuffer(max_groups=1)
@@ -782,11 +770,11 @@ async def test_a_prompt_that_waits_for_room_is_not_made_again_each_time() -> Non
     buffer = ReplayBuffer(max_bytes=150)
     sampler = SamplerWithReplayBuffer(records(10), buffer, tokenize=tokenize)
     drawn = await sampler.draw(5, "math")
-    assert made == len(drawn) + 1
+    assert len(drawn) < made == 5
     for _ in range(3):
         with pytest.raises(WaitTimeout):
             await sampler.draw(1, "math", timeout_s=0)
-    assert made == len(drawn) + 1
+    assert made == 5
 
 
 # --- bad records --------------------------------------------------------------------------------------

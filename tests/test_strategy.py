@@ -42,7 +42,7 @@ from forebay import (
 from forebay.buffer.internal import internals
 from forebay.core.ledger import Place
 from forebay.core.record import Record
-from forebay.storage.base import Arrival
+from forebay.storage.base import Arrival, Summary
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group, simulate
 from forebay.testing.simulate.driver import check_nothing_lost, train
@@ -285,7 +285,36 @@ async def test_a_cumulative_target_may_be_given() -> None:
 
 
 @simulated
+async def test_a_group_that_comes_back_while_the_counts_are_read_is_not_replaced() -> None:
+    class Slow(MemoryStorage):
+        async def summary(self, *args: Any, **kwargs: Any) -> Summary:
+            summary = await super().summary(*args, **kwargs)
+            await asyncio.sleep(0.4)  # as over a network
+            return summary
+
+    async def staggered(state: RolloutState) -> None:
+        await asyncio.sleep(1 + 0.3 * (state.group_id or 0))
+        answer(state)
+
+    producer = Producer(staggered, buffer=ReplayBuffer(storage=Slow()))
+    production = await producer.produce(4)
+    assert (production.available, production.started) == (4, 4)
+
+
+@simulated
 async def test_a_rejected_lease_makes_room_for_another_group() -> None:
+    producer = Producer(after(10))
+    await producer.produce(1)
+    lease = await producer.buffer.lease_batch({TASK: 1}, train_step=1)
+    producing = asyncio.create_task(producer.produce(1, target=2))
+    await asyncio.sleep(5)
+    await lease.reject(lease.groups, "no gradient")
+    production = await producing
+    assert (production.started, production.seconds) == (2, 15.0)
+
+
+@simulated
+async def test_a_rejected_lease_does_not_count_for_the_next_batch() -> None:
     producer = Producer(after(10))
     await producer.produce(1)
     lease = await producer.buffer.lease_batch({TASK: 1}, train_step=1)
@@ -293,7 +322,7 @@ async def test_a_rejected_lease_makes_room_for_another_group() -> None:
     await asyncio.sleep(5)
     await lease.reject(lease.groups, "no gradient")
     production = await producing
-    assert (production.started, production.seconds) == (2, 15.0)
+    assert (production.started, production.seconds) == (1, 10.0)
 
 
 @simulated
@@ -600,6 +629,44 @@ async def test_a_group_that_was_returned_three_times_is_drawn_first_and_delays_n
 
 
 @simulated
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("trigger", [0, 1, 8])
+async def test_a_straggler_is_drawn_before_groups_with_lower_ids(trigger: int, partial: bool) -> None:
+    """The straggler has the highest id, and the last status in the order of draws."""
+    buffer = ReplayBuffer()
+    started: list[int | None] = []
+
+    async def note(state: RolloutState) -> None:
+        started.append(state.group_id)
+        await never(state)
+
+    producer = running_ahead(
+        note, buffer=buffer, members=1, tail_batch_trigger_size=trigger, enable_partial_rollout=partial, tail_after=2
+    )
+    straggler = 7
+    await producer.sampler.with_buffer(buffer).draw(straggler + 1, TASK)
+    await buffer.storage.release(buffer.owner)
+    await internals(buffer).redraw(1, TASK, group_ids=[straggler])
+    await buffer.storage.release(buffer.owner)
+    by_id = {record.group_id: record for record in await producer.records()}
+    assert (by_id[straggler].attempt, by_id[0].attempt) == (2, 1)
+    producing = asyncio.create_task(producer.produce(1))
+    await asyncio.sleep(1)
+    assert started == [straggler]
+    await producer.strategy.pause()
+    await producing
+
+
+@simulated
+async def test_stragglers_are_not_drawn_where_expired_groups_are_dropped() -> None:
+    calls = Counted()
+    producer = Producer(calls, AsyncProduceStrategy, tail_batch_trigger_size=-1, tail_after=1)
+    await producer.buffer.put(make_group(status=Status.EXPIRED, group_id=-3), TASK)
+    await producer.produce(1)
+    assert sorted(calls.groups) == [0]
+
+
+@simulated
 async def test_a_straggler_is_known_after_a_restart() -> None:
     """Which groups straggle was only remembered by the strategy that had run them."""
     buffer = ReplayBuffer()
@@ -671,12 +738,12 @@ async def test_without_partial_rollout_a_stopped_sample_restarts_from_its_prompt
 async def test_versions_that_the_engine_gave_win() -> None:
     async def versioned(state: RolloutState) -> None:
         answer(state, 3)
-        state.response_model_steps = [2, 3]
+        state.response_model_steps = [1, 2]
 
-    producer = running_ahead(versioned, members=1)
+    producer = running_ahead(versioned, members=1, max_staleness=1)
     await producer.produce(1, 3, 2)
     (state,) = await producer.only(Status.COMPLETED)
-    assert state.version_spans == ((2, 1), (3, 1), (2, 1))
+    assert state.version_spans == ((1, 1), (2, 2))
 
 
 # --- what is refused --------------------------------------------------------------------------------------
@@ -693,6 +760,8 @@ def test_partial_rollout_that_would_throw_every_continued_token_away_is_refused(
     ("settings", "message"),
     [
         ({"over_sample_threshold": -0.1}, "over_sample_threshold"),
+        ({"timeouts": {"member_timeout_s": 5}}, r"timeouts is .*; expected forebay\.Timeouts"),
+        ({"budgets": {"max_consecutive_failures": 5}}, r"budgets is .*; expected forebay\.Budgets"),
         ({"over_sample_threshold": float("nan")}, "over_sample_threshold"),
         ({"over_sample_threshold": float("inf")}, "over_sample_threshold"),
         ({"over_sample_threshold": True}, "over_sample_threshold"),
@@ -704,7 +773,7 @@ def test_partial_rollout_that_would_throw_every_continued_token_away_is_refused(
         ({"max_tries": 0}, "max_tries"),
         ({"reward_fn": len, "group_reward_fn": len}, "one of them"),
         ({"reward_fn": "no function"}, "no function"),
-        ({"is_valid_sample_fn": [len, 5]}, "no function"),
+        ({"is_valid_sample_fn": [len, 5]}, "5 is not a function"),
         ({"should_continue_fn": 5}, "should_continue_fn"),
     ],
 )
@@ -796,6 +865,17 @@ async def test_twenty_failures_in_a_row_end_it_with_the_last_cause() -> None:
 
 
 @simulated
+async def test_the_error_of_many_failures_says_how_many_groups_ended() -> None:
+    producer = Producer(failing, members=1, max_tries=2, budgets=Budgets(max_consecutive_failures=6))
+    with pytest.raises(TooManyFailures) as caught:
+        await producer.produce(2)
+    ledger = await producer.ledger()
+    assert ledger["failed"] >= 2
+    said = f"Of these groups {ledger['failed']} spent their last try and ended as failed, "
+    assert f"{said}{ledger.get('buffered', 0)} are back in the buffer" in str(caught.value)
+
+
+@simulated
 async def test_a_success_starts_the_count_of_failures_again() -> None:
     calls = Counted()
 
@@ -875,7 +955,7 @@ async def test_capacity_that_an_acknowledgement_frees_lets_a_batch_go_on() -> No
     await asyncio.sleep(100)
     assert not producing.done()
     explanation = await producer.buffer.explain_wait()
-    assert "waited 100.0 s so far for task 'math' to have 6 groups completed, leased or trained" in explanation
+    assert "waited 100.0 s so far for task 'math' to have 2 completed groups in the buffer" in explanation
     assert "nothing new fits" in explanation
     await lease.ack()
     assert (await producing).seconds == 101.0
@@ -906,7 +986,7 @@ async def test_the_wait_of_a_batch_is_explained() -> None:
     producing = asyncio.create_task(producer.produce(2))
     await asyncio.sleep(10)
     explanation = await producer.buffer.explain_wait()
-    assert "waited 10.0 s so far for task 'math' to have 2 groups completed, leased or trained" in explanation
+    assert "waited 10.0 s so far for task 'math' to have 2 completed groups in the buffer" in explanation
     assert "2 in flight" in explanation
     await producing
     assert "nothing is waiting" in await producer.buffer.explain_wait()

@@ -7,13 +7,16 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from forebay import (
     AgentLoop,
     AsyncProduceStrategy,
     AsyncReplayBufferConfig,
+    Budgets,
     DisaggregatedAgentLoopManager,
+    EngineUnavailable,
     FunctionAgentLoop,
     NoProgress,
     OpenAIAgentLoop,
@@ -25,10 +28,11 @@ from forebay import (
     SyncProduceStrategy,
     Task,
     Timeouts,
+    TooManyFailures,
 )
 from forebay.core.rollout import versioned_tokens
 from forebay.testing import simulate
-from tests.openai_server import CompletionServer
+from tests.openai_server import CompletionServer, answer_to
 from tests.support import closed_ledger
 
 RECORDS = [{"prompt": f"q{n}", "prompt_ids": [n, 1]} for n in range(10)]
@@ -156,6 +160,82 @@ async def test_g13_turns_of_a_completion_server_are_never_cut_short() -> None:
         await producing
     assert [versioned_tokens(state) for state in members] == [28] * 20
     assert any(len(state.version_spans) > 1 for state in members)
+
+
+class Agent(OpenAIAgentLoop):
+    """Two turns of five tokens with a tool between them, whose tokens have no training signal."""
+
+    tool = (901, 902, 903)
+
+    async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
+        steps = state.loop_state = state.loop_state or {"turns": 0}
+        while True:
+            state.sample_params = SampleParams(max_tokens=versioned_tokens(state) + 5)
+            await super().generate(state, enable_partial_rollout=enable_partial_rollout)
+            if state.status is not Status.COMPLETED:
+                return state
+            steps["turns"] += 1
+            if steps["turns"] == 2:
+                return state
+            await self.call_tool(state)
+
+    async def call_tool(self, state: RolloutState) -> None:
+        assert isinstance(state.response_ids, np.ndarray)
+        assert isinstance(state.logprobs, np.ndarray)
+        state.response_mask = [1] * len(state.response_ids) + [0] * len(self.tool)
+        state.response_ids = [*state.response_ids.tolist(), *self.tool]
+        state.logprobs = [*state.logprobs.tolist(), *[0.0] * len(self.tool)]
+
+
+@pytest.mark.parametrize("partial", [True, False])
+async def test_g13_a_turn_keeps_the_turns_before_it(partial: bool) -> None:
+    async with CompletionServer() as server, Agent(server.url, "policy") as loop:
+        buffer = AsyncReplayBufferConfig().build()
+        strategy = strategy_of(buffer, enable_partial_rollout=partial)
+        await strategy.produce_batch(loop, Sampler(RECORDS), 2, "agent", train_step=1, model_step=0)
+        async with buffer.lease_batch({"agent": 2}, train_step=1) as lease:
+            members = [state for group in lease.groups for state in group]
+    for state in members:
+        assert isinstance(state.prompt_ids, list)
+        prompt = [int(token) for token in state.prompt_ids]
+        first = answer_to(prompt, 5)
+        second = answer_to([*prompt, *first, *Agent.tool], 5)
+        assert np.array_equal(np.array(state.response_ids), [*first, *Agent.tool, *second])
+        assert state.response_mask == [1] * 5 + [0] * 3 + [1] * 5
+
+
+class UnreachableTool(Agent):
+    async def call_tool(self, state: RolloutState) -> None:
+        raise ConnectionRefusedError("the sandbox at 10.0.0.9 refused")
+
+
+@pytest.mark.parametrize("partial", [True, False])
+async def test_a_tool_that_cannot_be_reached_is_not_taken_for_an_engine_that_is_away(
+    partial: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with CompletionServer() as server, UnreachableTool(server.url, "policy") as loop:
+        buffer = AsyncReplayBufferConfig().build()
+        strategy = strategy_of(buffer, enable_partial_rollout=partial, budgets=Budgets(max_consecutive_failures=6))
+        with pytest.raises(TooManyFailures, match="ConnectionRefusedError: the sandbox at"):
+            await strategy.produce_batch(loop, Sampler(RECORDS), 2, "agent", train_step=1, model_step=0)
+        line = await closed_ledger(buffer, "agent")
+    assert line["issued"] <= 6
+    assert len(server.received) <= 8  # a request for each attempt, and those that the error found running
+    assert not [record for record in caplog.records if "engine_away" in record.getMessage()]
+
+
+async def test_a_lost_connection_while_the_server_is_away_spends_no_try() -> None:
+    class BothAway(Agent):
+        async def call_tool(self, state: RolloutState) -> None:
+            await server.__aexit__()
+            raise ConnectionResetError("a request of the subclass to the same machine")
+
+    server = CompletionServer()
+    async with server, BothAway(server.url, "policy", down_timeout_s=0.05, backoff_s=0.001) as loop:
+        group = [RolloutState(message=[], rollout_id=0, group_id=0, prompt_ids=[1, 2])]
+        with pytest.raises(EngineUnavailable, match="was unreachable"):
+            await loop.generate_group(group)
+    assert [(state.status, state.num_tries) for state in group] == [(Status.ABORTED, 0)]
 
 
 async def agent(state: RolloutState) -> None:

@@ -57,7 +57,7 @@ async def test_drawing_waits_for_room_and_returning_never_does() -> None:
     await turns()
     assert not drawing.done()
     for state in group:
-        state.status = Status.COMPLETED
+        state.status, state.response = Status.COMPLETED, "x"
     await buffer.put(group, "math")
     await buffer.get(1, "math", Status.COMPLETED)
     ((state, _),) = await drawing

@@ -9,7 +9,7 @@ them; `forebay.blocking` has the same for synchronous code. `OpenAIAgentLoop`, `
 import typing as _typing
 
 from forebay.agent_loop import AgentLoop, FunctionAgentLoop
-from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.buffer import ReplayBuffer, checkpoint_exists
 from forebay.buffer.lease import Lease
 from forebay.config import (
     AsyncReplayBufferConfig,
@@ -63,6 +63,7 @@ from forebay.errors import (
     ProduceError,
     ProducerStopped,
     ReferenceLost,
+    RewardUnavailable,
     StorageError,
     StorageInUse,
     StorageUnavailable,
@@ -185,6 +186,7 @@ __all__ = [
     "ReplayBuffer",
     "ReplayBufferConfig",
     "ReplayPolicy",
+    "RewardUnavailable",
     "RolloutState",
     "SampleParams",
     "Sampler",
@@ -213,6 +215,7 @@ __all__ = [
     "VersionMismatch",
     "WaitTimeout",
     "WrongEventLoop",
+    "checkpoint_exists",
     "evaluate",
     "finish_status",
     "group_bytes",

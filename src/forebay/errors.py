@@ -33,6 +33,7 @@
     ├── ProduceError                   producing cannot go on; carries the last cause
     │   ├── TooManyFailures            so many groups in a row failed, without one success
     │   ├── TooManyRejections          so many groups in a row were filtered, without one success
+    │   ├── RewardUnavailable          rewards or filters fail for every group; no try is spent
     │   └── ProducerStopped            nobody produces what is waited for
     ├── PolicyError                    a policy of the user's own chose what it was not offered
     ├── WaitTimeout (TimeoutError)     a wait ran out of time; carries what it was waiting for
@@ -76,6 +77,7 @@ __all__ = [
     "ProduceError",
     "ProducerStopped",
     "ReferenceLost",
+    "RewardUnavailable",
     "StorageError",
     "StorageInUse",
     "StorageUnavailable",
@@ -185,7 +187,7 @@ class StorageInUse(StorageError):
 
 
 class StorageVanished(StorageError):
-    """Files of an open store were deleted, moved or replaced. Nothing was written; what was added is in memory."""
+    """Files of an open store were deleted, moved or replaced. Nothing was written; trajectories are still in memory."""
 
 
 class StorageUnavailable(StorageError):
@@ -243,6 +245,12 @@ class ProduceError(ForebayError):
 
 class TooManyFailures(ProduceError):
     """So many groups in a row failed, without one success, that the run would go on failing."""
+
+
+class RewardUnavailable(ProduceError):
+    """Rewards or filters have failed for every group for `judge_give_up_s`. The groups return to the buffer with their
+    responses, which are only judged again, and spend no try. Produce again when the reward works.
+    """
 
 
 class TooManyRejections(ProduceError):

@@ -66,11 +66,12 @@ def fate(task_name: str, group_id: int) -> str:
 
 
 class Outages:
-    """One part of the world that is away once in a life: for some calls, of those that are made of it."""
+    """One part of the world that goes away once in a life: for some calls, or until the process is killed."""
 
     def __init__(self, part: str, log: Log) -> None:
         self.part, self._log = part, log
         self._calls = self._left = 0
+        self._endless = log.doomed
 
     def check(self, part: str, error: type[Exception]) -> None:
         """Raise the error if the part is away."""
@@ -81,7 +82,7 @@ class Outages:
             self._left = 5
             self._log.write("outage", self._calls)
         if self._left:
-            self._left -= 1
+            self._left -= not self._endless
             raise error(f"the {part} is away")
 
 
@@ -150,16 +151,22 @@ def read_weights(directory: Path, model_step: int) -> Trained:
 
 
 class Log:
-    """Lines that are in the file when `write` returns; each is an event."""
+    """Lines that are in the file when `write` returns; each is an event, or with outages only these are."""
 
-    def __init__(self, directory: Path, doom: Doom | None) -> None:
+    def __init__(self, directory: Path, doom: Doom | None, *, outages: bool) -> None:
         self._doom = doom
+        self._outages = outages
         self._descriptor = os.open(directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, *words: object) -> None:
         os.write(self._descriptor, f"{' '.join(map(str, words))}\n".encode())
-        if self._doom is not None:
+        if self._doom is not None and (words[0] == "outage" or not self._outages):
             self._doom.event()
+
+    @property
+    def doomed(self) -> bool:
+        """Whether the process will be killed."""
+        return self._doom is not None
 
 
 # --- training -----------------------------------------------------------------------------------------
@@ -193,8 +200,8 @@ class Training:
         self.directory = directory
         self.checkpoint = directory / "checkpoint"
         self.chance = random.Random(seed)
-        self.log = Log(directory, doom)
         kind, _, part = kind.partition(" ")
+        self.log = Log(directory, doom, outages=bool(part))
         if part:
             global outages
             outages = Outages(part, self.log)

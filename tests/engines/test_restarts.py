@@ -76,6 +76,7 @@ async def test_g03_a_server_that_is_killed_in_the_middle_costs_time_only(
             await asyncio.to_thread(server.start)
         await plane.train(2)
         await plane.train(3)
+        await plane.manager.pause_produce()  # has time to ask a slow server whose tokens these are
         await plane.manager.shutdown()
         await producer
         assert await plane.failed() == 0

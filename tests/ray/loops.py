@@ -6,13 +6,14 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from forebay import AgentLoop, RolloutState, Status
 
-__all__ = ["AheadOfTraining", "Crashing", "Raising", "Scripted", "group_of", "make_raising"]
+__all__ = ["AheadOfTraining", "Crashing", "Raising", "Scripted", "WithoutEngine", "group_of", "make_raising"]
 
 
 def group_of(members: int = 2, do: str = "answer", *, group_id: int = 7, **fields: Any) -> list[RolloutState]:
@@ -62,6 +63,8 @@ class Scripted(AgentLoop):
         if do == "exit":
             sys.exit(3)
         if do == "die":
+            os._exit(1)
+        if do == "die_at_first" and _count(state.extra_fields["marks"]) <= state.extra_fields["deaths"]:
             os._exit(1)
         if do in ("hang", "wait"):
             self._write(state, 2)
@@ -158,6 +161,26 @@ class Raising(Scripted):
         if do == "foreign":
             return [*group[:1], *group_of(1, group_id=8)]
         raise RuntimeError("the engine is down")
+
+
+class WithoutEngine(Scripted):
+    """Its engine is away, and it is given up at once; some tokens came before."""
+
+    down_timeout_s = 0.05
+
+    async def generate(
+        self, state: RolloutState, *, enable_partial_rollout: bool
+    ) -> RolloutState | Sequence[RolloutState]:
+        if state.response_ids is None:
+            self._write(state, 2)
+        raise ConnectionRefusedError("connection refused")
+
+
+def _count(directory: str) -> int:
+    """How often this was called with the directory, by any process."""
+    number = len(list(Path(directory).iterdir())) + 1
+    (Path(directory) / str(number)).touch(exist_ok=False)
+    return number
 
 
 class AheadOfTraining(Scripted):

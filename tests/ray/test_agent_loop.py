@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from forebay import (
     AsyncProduceStrategy,
     Budgets,
     EngineError,
+    EngineUnavailable,
     InvalidConfig,
     InvalidInput,
     NoProgress,
@@ -38,7 +40,7 @@ from forebay.ray.loops.pool import Phase
 from forebay.testing.simulate.driver import check_nothing_lost
 from tests.processes import HANG_S, finished
 from tests.ray.conftest import LocalCluster
-from tests.ray.loops import AheadOfTraining, Crashing, Raising, Scripted, group_of, make_raising
+from tests.ray.loops import AheadOfTraining, Crashing, Raising, Scripted, WithoutEngine, group_of, make_raising
 from tests.support import closed_ledger
 
 SMALL: dict[str, Any] = {"num_cpus": 0.1}
@@ -379,6 +381,32 @@ async def test_g03_the_groups_of_a_killed_actor_are_returned_as_they_were_passed
         await loop.pause()
         stopped = [group for group in await asyncio.gather(*running) if group not in lost]
         assert [tokens(group) for group in stopped] == [[[0, 0]] * 2] * 2
+
+
+@pytest.mark.parametrize(("deaths", "tries"), [(1, 0), (4, 1)])
+async def test_an_actor_that_dies_costs_its_groups_no_try_unless_they_kill_actors(
+    cluster: LocalCluster, tmp_path: Path, deaths: int, tries: int
+) -> None:
+    buffer = ReplayBuffer()
+    strategy = AsyncProduceStrategy(buffer, progress=NoProgress())
+    prompt = {"prompt": "?", "do": "die_at_first", "marks": str(tmp_path), "deaths": deaths}
+    async with pool_of(2) as loop, asyncio.timeout(HANG_S):
+        await strategy.produce_batch(loop, Sampler([prompt]), 1, "math", train_step=1, model_step=0)
+        await strategy.pause()
+    record, *others = await buffer.query({"task_name": "math"})
+    assert record.num_tries == tries
+    # One that spent a try rests, and a batch does not wait for it.
+    assert tries or ((record.status, record.attempt), others) == ((Status.COMPLETED, deaths + 1), [])
+
+
+async def test_an_engine_that_an_actor_cannot_reach_costs_no_try_and_no_token(cluster: LocalCluster) -> None:
+    buffer = ReplayBuffer()
+    strategy = AsyncProduceStrategy(buffer, progress=NoProgress(), enable_partial_rollout=True, max_staleness=1)
+    async with pool_of(1, WithoutEngine) as loop, asyncio.timeout(HANG_S):
+        with pytest.raises(EngineUnavailable, match="connection refused"):
+            await strategy.produce_batch(loop, Sampler([{"prompt": "?"}]), 1, "math", train_step=1, model_step=0)
+    (record,) = await buffer.query({"task_name": "math"})
+    assert (record.status, record.num_tries, record.tokens) == (Status.ABORTED, 0, 2)
 
 
 async def test_an_idle_actor_that_dies_costs_no_group(cluster: LocalCluster) -> None:

@@ -148,6 +148,8 @@ async def kill(actor: Any) -> None:
     with suppress(ray.exceptions.RayActorError):
         while True:
             await actor.forgot.remote("")
+    # Nothing can be asked for it without fetching the object: that the owner of its objects is dead is told later.
+    await asyncio.sleep(2)
 
 
 # --- dropped once -------------------------------------------------------------------------------------

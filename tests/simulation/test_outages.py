@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -14,12 +16,15 @@ from forebay import (
     AgentLoop,
     AgentLoopManager,
     AsyncProduceStrategy,
+    BatchRequest,
     Budgets,
     DisaggregatedAgentLoopManager,
     EngineError,
     FunctionAgentLoop,
+    InvalidInput,
     ProducerStopped,
     ReplayBuffer,
+    RewardUnavailable,
     RolloutState,
     Sampler,
     Status,
@@ -28,6 +33,7 @@ from forebay import (
     Task,
     Timeouts,
 )
+from forebay.buffer.internal import internals
 from forebay.produce import NoProgress
 from forebay.storage.local.memory import MemoryStorage
 from forebay.testing.simulate import run
@@ -137,6 +143,8 @@ def test_a_hung_tool_that_ignores_pauses_costs_one_pause_timeout_and_its_grace(h
         timeouts = Timeouts()
         assert plane.step_times[-1] - began <= usual + timeouts.pause_timeout_s + 3 * timeouts.pause_interval_s + 10
         assert (await line(plane))["failed"] == 1  # its tries were spent, and its siblings' work with them
+        # The first pause waited for it as for all others; the last one knew it, and gave it one interval.
+        assert await plane.buffer.reasons() == {TASK: {"did not end within pause_interval_s=5 of a pause": 1}}
 
     run(main)
 
@@ -160,7 +168,7 @@ def test_siblings_of_a_member_that_hangs_keep_their_tokens_and_their_tries() -> 
             await asyncio.get_running_loop().create_future()
         tokens = list(state.response_ids or [])
         for token in range(len(tokens), 20):
-            await asyncio.sleep(100)
+            await asyncio.sleep(10 if state.rollout_id == 3 else 100)
             state.response_ids = [*(state.response_ids or []), token]
             state.logprobs = [-0.5] * len(state.response_ids)
         if state.rollout_id == 1:
@@ -170,16 +178,18 @@ def test_siblings_of_a_member_that_hangs_keep_their_tokens_and_their_tries() -> 
         state.finish_reason, state.status = "stop", Status.COMPLETED
 
     async def main() -> None:
-        buffer = ReplayBuffer()
+        buffer = ReplayBuffer(max_groups=1)  # so that no other group completes the batch
         strategy = AsyncProduceStrategy(buffer, enable_partial_rollout=True, max_staleness=1, progress=NoProgress())
-        sampler = Sampler([{"prompt": "q"}], prompt_repeat_k=3)
+        sampler = Sampler([{"prompt": "q"}], prompt_repeat_k=4)
         await strategy.produce_batch(FunctionAgentLoop(some), sampler, 1, TASK, train_step=1, model_step=0)
         await strategy.pause()
         async with buffer.lease_batch({TASK: 1}, train_step=1) as lease:
             (group,) = lease.groups
-        # 18 tokens came within half an hour, and two more when they were continued: 2,000 s, not 3,600.
-        assert [list(state.response_ids or []) for state in group] == [list(range(20))] * 3
-        assert group[0].num_tries == 1
+        assert {state.group_id for state in group} == {0}
+        # 18 tokens came within half an hour, and two more when they were continued.
+        assert [list(state.response_ids or []) for state in group] == [list(range(20))] * 4
+        # The last one had finished before the timeout. The first one hung, and then took longer than the timeout.
+        assert [state.num_tries for state in group] == [2, 1, 1, 0]
 
     run(main)
 
@@ -231,12 +241,139 @@ def test_a_reward_that_stays_away_is_given_up_with_the_cause() -> None:
 
         buffer = ReplayBuffer()
         strategy = SyncProduceStrategy(buffer, reward_fn=away, max_tries=2, progress=NoProgress())
-        with pytest.raises(Exception, match=r"20 attempts in a row .* ConnectionError: 503"):
+        with pytest.raises(RewardUnavailable, match=r"failed for 5\d\d s, .* ConnectionError: 503"):
             await strategy.produce_batch(
                 FunctionAgentLoop(generate), Sampler([{"prompt": "q"}]), 2, TASK, train_step=1, model_step=0
             )
-        assert now() >= 600
-        check_ledger(await buffer.ledger())
+        assert now() == pytest.approx(600, abs=30)  # a call that would come later is not made
+        ledger = await buffer.ledger()
+        check_ledger(ledger)
+        assert ledger[TASK]["failed"] == 0
+
+    run(main)
+
+
+@pytest.mark.parametrize("seconds", [1_000, 3_000])
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_long_outage_of_the_reward_service_is_an_error_that_costs_no_try(seconds: float, hangs: bool) -> None:
+    async def main() -> None:
+        generated: Counter[int | None] = Counter()
+
+        async def generate(state: RolloutState) -> None:
+            await asyncio.sleep(1 + (state.rollout_id or 0) % 5)
+            generated[state.rollout_id] += 1
+            answer(state)
+
+        async def reward(state: RolloutState) -> float:
+            if 30 < now() < 30 + seconds:
+                if hangs:
+                    await asyncio.get_running_loop().create_future()
+                raise ConnectionError("503")
+            return 1.0
+
+        buffer = ReplayBuffer()
+        strategy = AsyncProduceStrategy(
+            buffer, max_staleness=20, over_sample_threshold=0.5, reward_fn=reward, progress=NoProgress()
+        )
+        sampler = Sampler([{"prompt": f"q{i}"} for i in range(500)], prompt_repeat_k=MEMBERS)
+        loop = FunctionAgentLoop(generate, cancel_on_pause=False)
+        task = Task(name=TASK, sampler=sampler, agent_loop=loop, strategy=strategy)
+        trained: list[RolloutState] = []
+        errors, step = 0, 1
+        async with AgentLoopManager([task], buffer) as manager:
+            while step <= 12:
+                try:
+                    async with manager.produce_batch(8, step, model_step=step - 1) as batch:
+                        trained += [state for group in batch.groups for state in group]
+                    step += 1
+                except RewardUnavailable:
+                    errors += 1
+                    await asyncio.sleep(10)
+        assert errors >= seconds // 700
+        ledger = await buffer.ledger()
+        check_ledger(ledger)
+        assert ledger[TASK]["failed"] == 0
+        assert len(trained) == 12 * 8 * MEMBERS
+        assert {state.num_tries for state in trained} == {0}
+        assert max(generated.values()) == 1
+
+    run(main)
+
+
+@pytest.mark.parametrize("over", [0.0, 0.5])
+@pytest.mark.parametrize("bad", [{0}, {9}, {16, 17}])
+def test_rewards_that_raise_for_some_groups_only_cost_those_groups(bad: set[int], over: float) -> None:
+    async def main() -> None:
+        async def generate(state: RolloutState) -> None:
+            await asyncio.sleep(20 if state.group_id in bad else 1)
+            answer(state)
+
+        async def reward(state: RolloutState) -> float:
+            if state.group_id in bad:
+                raise KeyError("gold")
+            return 1.0
+
+        plane = Plane(FunctionAgentLoop(generate, cancel_on_pause=False), over_sample_threshold=over, reward_fn=reward)
+        task = plane.manager.tasks[TASK]
+        step, errors = 1, 0
+        async with AgentLoopManager([task], plane.buffer) as manager:
+            while step <= 12:
+                try:
+                    async with manager.produce_batch(8, step, model_step=step - 1) as batch:
+                        assert not bad & {group[0].group_id for group in batch.groups}
+                    step += 1
+                except RewardUnavailable:
+                    errors += 1
+        assert errors <= (len(bad) > 1)  # several that are alone look like an outage, once
+        check_ledger(await plane.buffer.ledger())
+
+    run(main)
+
+
+def test_a_reward_that_stays_away_is_given_up_over_all_attempts_when_pauses_come() -> None:
+    async def main() -> None:
+        def away(state: RolloutState) -> float:
+            raise ConnectionError("503")
+
+        async def generate(state: RolloutState) -> None:
+            answer(state)
+
+        buffer = ReplayBuffer()
+        strategy = AsyncProduceStrategy(
+            buffer, reward_fn=away, max_tries=1, max_staleness=1000, progress=NoProgress(), tail_after=10_000
+        )
+        sampler, loop = Sampler([{"prompt": "q"}]), FunctionAgentLoop(generate)
+        judged_s = 0.0
+        while not (failed := (await buffer.ledger()).get(TASK, {}).get("failed", 0)) and judged_s < 2000:
+            producing = asyncio.create_task(strategy.produce_batch(loop, sampler, 1, TASK, train_step=1, model_step=0))
+            await asyncio.sleep(20)  # shorter than the longest delay between two calls of a reward
+            judged_s += 20
+            await strategy.pause()
+            await producing
+        assert failed == 1
+        # A call that would fall behind the end is not made, so the last delay (up to 30 s) may be missing.
+        assert Timeouts().judge_give_up_s - 30 <= judged_s <= Timeouts().judge_give_up_s + 20
+        assert any("ConnectionError: 503" in reason for reason in (await buffer.reasons())[TASK])
+
+    run(main)
+
+
+@pytest.mark.parametrize("over", [0.0, 0.5])
+@pytest.mark.parametrize("hung", [0, 20])
+def test_a_reward_that_hangs_costs_judge_give_up_s_once(hung: int, over: float) -> None:
+    async def main() -> None:
+        async def reward(state: RolloutState) -> float:
+            if state.rollout_id == MEMBERS * hung:
+                await asyncio.get_running_loop().create_future()
+            return 1.0
+
+        usual, _ = await seconds_of(FunctionAgentLoop(one_hangs(None)), over)
+        began = now()
+        plane = Plane(FunctionAgentLoop(one_hangs(None)), over_sample_threshold=over, reward_fn=reward)
+        await plane.train(12)
+        seconds, give_up_s = plane.step_times[-1] - began, Timeouts().judge_give_up_s
+        assert seconds <= usual + (give_up_s if over == 0 else 0) + 60  # pauses wait for judging, a little
+        assert hung not in {group[0].group_id for group in plane.trained}
 
     run(main)
 
@@ -272,8 +409,6 @@ def test_reward_concurrency_bounds_the_calls_at_a_time(limit: int) -> None:
 def test_an_outage_of_the_engine_loses_nothing(seconds: float, partial: bool) -> None:
     async def main() -> None:
         async def generate(state: RolloutState) -> None:
-            if not partial:
-                assert state.response_ids is None, "it was begun again with tokens of an attempt that was lost"
             tokens = list(state.response_ids or [])
             while len(tokens) < 5:
                 await asyncio.sleep(1)
@@ -289,6 +424,62 @@ def test_an_outage_of_the_engine_loses_nothing(seconds: float, partial: bool) ->
         assert (await line(plane))["failed"] == 0
         assert {state.num_tries for group in plane.trained for state in group} == {0}
         assert all(list(state.response_ids or []) == [0, 1, 2, 3, 4] for group in plane.trained for state in group)
+
+    run(main)
+
+
+class TokenByToken(AgentLoop):
+    """Five tokens, one a second; not while `away()`. Notes what it generates."""
+
+    def __init__(self, away: Callable[[], bool], down_timeout_s: float = 600) -> None:
+        self.away, self.down_timeout_s = away, down_timeout_s
+        self.generated: list[tuple[int | None, int]] = []
+
+    async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
+        assert enable_partial_rollout or state.response_ids is None
+        tokens = list(state.response_ids or [])
+        while len(tokens) < 5:
+            await asyncio.sleep(1)
+            if self.away():
+                raise ConnectionRefusedError("connection refused")
+            self.generated.append((state.rollout_id, len(tokens)))
+            tokens.append(len(tokens))
+            state.response_ids, state.logprobs = list(tokens), [-0.5] * len(tokens)
+        state.response, state.finish_reason, state.status = "x", "stop", Status.COMPLETED
+        return state
+
+
+def test_tokens_that_came_before_an_outage_are_continued_without_partial_rollout() -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+        loop = TokenByToken(lambda: 3 < now() < 40)
+        strategy = SyncProduceStrategy(buffer, progress=NoProgress())
+        await strategy.produce_batch(loop, Sampler([{"prompt": "q"}]), 2, TASK, train_step=1, model_step=0)
+        groups = await buffer.get(2, TASK, Status.COMPLETED)
+        assert [list(state.response_ids or []) for group in groups for state in group] == [[0, 1, 2, 3, 4]] * 2
+        assert max(Counter(loop.generated).values()) == 1, "a token that had come was generated again"
+
+    run(main)
+
+
+@pytest.mark.parametrize("new_weights", [False, True])
+def test_tokens_outlast_an_engine_that_is_given_up_until_the_weights_change(new_weights: bool) -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+        loop = TokenByToken(lambda: 3 < now() < 40, down_timeout_s=10)
+        strategy = AsyncProduceStrategy(buffer, max_staleness=5, progress=NoProgress())
+        sampler = Sampler([{"prompt": "q"}])
+        with pytest.raises(EngineError):
+            await strategy.produce_batch(loop, sampler, 2, TASK, train_step=1, model_step=0)
+        records = await buffer.query({"task_name": TASK})
+        kept = [record for record in records if record.tokens]
+        assert [(record.tokens, record.num_tries) for record in kept] == [(3, 0)] * 2
+        await asyncio.sleep(40)
+        await strategy.produce_batch(loop, sampler, 2, TASK, train_step=2, model_step=int(new_weights))
+        groups = await buffer.get(2, TASK, Status.COMPLETED)
+        assert {state.version_spans for group in groups for state in group} == {((int(new_weights), 5),)}
+        again = [token for token, times in Counter(loop.generated).items() if times > 1]
+        assert len(again) == (6 if new_weights else 0)
 
     run(main)
 
@@ -329,6 +520,49 @@ def test_an_engine_that_stays_away_ends_producing_and_spends_no_try() -> None:
         records = await buffer.query({"task_name": TASK})
         assert 4 <= len(records) <= 12
         assert {(record.status, record.num_tries) for record in records} == {(Status.ABORTED, 0)}
+
+    run(main)
+
+
+def test_one_engine_of_two_is_not_given_up_while_the_other_works() -> None:
+    async def main() -> None:
+        buffer = ReplayBuffer()
+
+        def task(name: str, until: float) -> Task:
+            async def generate(state: RolloutState) -> None:
+                await asyncio.sleep(1)
+                if 5 < now() < until or now() > 3000:
+                    raise ConnectionRefusedError(f"connection refused by the server of {name}")
+                answer(state)
+
+            return Task(
+                name=name,
+                sampler=Sampler([{"prompt": f"q{i}"} for i in range(100)]),
+                agent_loop=FunctionAgentLoop(generate),
+                strategy=AsyncProduceStrategy(buffer, max_staleness=1, progress=NoProgress()),
+            )
+
+        manager = DisaggregatedAgentLoopManager([task("a", 2000), task("b", 0)], buffer)
+        async with manager:
+            producer = asyncio.create_task(manager.produce_loop(4))
+
+            async def train(first: int, last: int) -> None:
+                for step in range(first, last + 1):
+                    async with manager.get_batch(4, step, timeout_s=1e6):
+                        await asyncio.sleep(1)
+                    await manager.continue_produce(step)
+
+            training = asyncio.create_task(train(1, 20))
+            await asyncio.sleep(1000)
+            assert "not giving up while another engine works" in await manager.explain_wait()
+            await training
+            assert 2000 < now() < 3000, "the run outlasted the outage of one server"
+            await asyncio.sleep(3000 - now())
+            with pytest.raises(ProducerStopped, match=r"EngineUnavailable: .* \(down_timeout_s is 600\)"):
+                await train(21, 10_000)
+            assert 3600 <= now() <= 3700, "when both are away the time counts"
+        with pytest.raises(EngineError):
+            await producer
 
     run(main)
 
@@ -491,7 +725,8 @@ def test_a_run_without_a_task_that_is_kept_ends_with_the_reason(choice: str) -> 
             is_valid_sample_fn=lambda group: "zero_std",
             budgets=Budgets(when_exhausted=choice, max_consecutive_rejections=50),  # type: ignore[arg-type]
         )
-        with pytest.raises(ProducerStopped, match=r"TooManyRejections: .* zero_std"):
+        found = r"'skip' found no other task" if choice == "skip" else "choose another when_exhausted"
+        with pytest.raises(ProducerStopped, match=rf"TooManyRejections: \d+ groups .* zero_std.*{found}"):
             await plane.train(1)
 
     run(main)
@@ -506,6 +741,7 @@ class Away(MemoryStorage):
     def __init__(self, since: float, seconds: float) -> None:
         super().__init__()
         self.since, self.until = since, since + seconds
+        self.away_when_settled = False  # from the first settlement on
 
     def _check(self) -> None:
         if self.since <= now() < self.until:
@@ -524,6 +760,7 @@ class Away(MemoryStorage):
         return await super().claim(*args, **kwargs)
 
     async def settle(self, *args: Any, **kwargs: Any) -> Any:
+        self.since = now() if self.away_when_settled else self.since
         self._check()
         return await super().settle(*args, **kwargs)
 
@@ -536,7 +773,7 @@ class Away(MemoryStorage):
         return await super().advance(*args, **kwargs)
 
 
-@pytest.mark.parametrize("since", [0.5, 3, 5.5, 11])
+@pytest.mark.parametrize("since", [0, 0.5, 3, 5.5, 11])
 @pytest.mark.parametrize("colocated", [False, True])
 def test_a_storage_that_is_away_for_a_while_costs_time_only(since: float, colocated: bool) -> None:
     async def main() -> None:
@@ -590,5 +827,147 @@ def test_a_storage_that_stays_away_is_an_error() -> None:
                 async with manager.produce_batch(2, 2, model_step=1):
                     pass
             assert 30 <= now() <= 40
+
+    run(main)
+
+
+class Trainer:
+    """A manager, either kind, on a storage that is away when the test says so; `storage_retry_s` is 30."""
+
+    def __init__(self, colocated: bool) -> None:
+        self.storage = Away(math.inf, math.inf)
+        self.buffer = ReplayBuffer(storage=self.storage, max_groups=4)
+
+        async def generate(state: RolloutState) -> None:
+            answer(state)
+
+        strategy = AsyncProduceStrategy(self.buffer, max_staleness=5, progress=NoProgress())
+        sampler = Sampler([{"prompt": f"q{i}"} for i in range(500)], shuffle=False)
+        task = Task(name=TASK, sampler=sampler, agent_loop=FunctionAgentLoop(generate), strategy=strategy)
+        kind = AgentLoopManager if colocated else DisaggregatedAgentLoopManager
+        self.manager = kind([task], self.buffer, storage_retry_s=30)
+
+    async def __aenter__(self) -> Trainer:
+        if isinstance(self.manager, DisaggregatedAgentLoopManager):
+            self.produce = asyncio.create_task(self.manager.produce_loop(4))
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.manager.shutdown()
+        if isinstance(self.manager, DisaggregatedAgentLoopManager):
+            with suppress(StorageUnavailable):
+                await self.produce
+
+    def batch(self, step: int) -> BatchRequest:
+        if isinstance(self.manager, AgentLoopManager):
+            return self.manager.produce_batch(4, step, model_step=step - 1, timeout_s=1000)
+        if self.produce.done():
+            self.produce.exception()
+            self.produce = asyncio.create_task(self.manager.produce_loop(4))
+        return self.manager.get_batch(4, step, timeout_s=1000)
+
+    def cut(self) -> None:
+        self.storage.since = now()
+
+    async def restore(self) -> None:
+        await asyncio.sleep(100)
+        self.storage.since = math.inf
+
+    async def trains_in_an_outage(self, error: Exception | None = None) -> set[int | None]:
+        """Train step 1, which may raise, while the storage goes away; the groups."""
+        trained: set[int | None] = set()
+        with suppress(StorageUnavailable):
+            async with self.batch(1) as batch:
+                trained = {group[0].group_id for group in batch.groups}
+                self.cut()
+                if error is not None:
+                    raise error
+            raise AssertionError("the storage was away, and nobody heard of it")
+        return trained
+
+    async def ledger(self) -> dict[str, int]:
+        ledger = await self.buffer.ledger()
+        check_ledger(ledger)
+        return {place: n for place, n in ledger[TASK].items() if n}
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_batch_whose_acknowledgement_met_an_outage_is_acknowledged_before_the_next_one(colocated: bool) -> None:
+    async def main() -> None:
+        async with Trainer(colocated) as trainer:
+            trained = await trainer.trains_in_an_outage()
+            await trainer.restore()
+            assert trainer.manager.next_train_step == 1
+            async with trainer.batch(2) as batch:  # the buffer has room for one batch
+                assert not trained & {group[0].group_id for group in batch.groups}
+                assert trainer.manager.next_train_step == 2
+                assert await trainer.ledger() == {"issued": 8, "leased": 4, "trained": 4}
+
+    run(main)
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_step_that_was_acknowledged_late_is_not_handed_out_again(colocated: bool) -> None:
+    async def main() -> None:
+        async with Trainer(colocated) as trainer:
+            await trainer.trains_in_an_outage()
+            await trainer.restore()
+            with pytest.raises(InvalidInput, match="train step 1 was acknowledged already; the next one is 2"):
+                await trainer.batch(1)
+            assert (await trainer.ledger())["trained"] == 4
+
+    run(main)
+
+
+@pytest.mark.parametrize("colocated", [False, True])
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_batch_that_could_not_be_given_back_in_an_outage_is_handed_out_again(colocated: bool, awaited: bool) -> None:
+    async def main() -> None:
+        async with Trainer(colocated) as trainer:
+            if awaited:  # taken for good, but the acknowledgement fails, and nobody gets the groups
+                trainer.storage.away_when_settled = True
+                with pytest.raises(StorageUnavailable):
+                    await trainer.batch(1)
+            else:
+                await trainer.trains_in_an_outage(ValueError("training failed"))
+            trainer.storage.away_when_settled = False
+            await trainer.restore()
+            async with trainer.batch(1) as batch:
+                assert sorted(group[0].group_id or 0 for group in batch.groups) == [0, 1, 2, 3]
+            assert (await trainer.ledger())["trained"] == 4
+
+    run(main)
+
+
+def test_a_batch_that_was_not_settled_in_an_outage_is_settled_at_the_end() -> None:
+    async def main() -> None:
+        async with Trainer(colocated=True) as trainer:
+            await trainer.trains_in_an_outage()
+            await trainer.restore()
+        assert await trainer.ledger() == {"issued": 4, "trained": 4}
+
+    run(main)
+
+
+def test_a_claim_that_an_outage_interrupts_is_not_leased_forever() -> None:
+    async def main() -> None:
+        async with Trainer(colocated=True) as trainer:
+            claims = internals(trainer.buffer).claims
+            hand_out, calls = claims.hand_out, 0
+
+            async def interrupted(*args: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls == 1:
+                    trainer.cut()
+                    raise StorageUnavailable("the database cannot be reached")
+                return await hand_out(*args)
+
+            claims.hand_out = interrupted  # type: ignore[method-assign,assignment]
+            with pytest.raises(StorageUnavailable):
+                await trainer.batch(1)
+            await trainer.restore()
+            assert len((await trainer.batch(1)).groups) == 4
+            assert await trainer.ledger() == {"issued": 4, "trained": 4}
 
     run(main)

@@ -31,7 +31,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-import forebay.storage.sqlite.life as sqlite_life
 from forebay import (
     AgentLoop,
     AsyncProduceStrategy,
@@ -51,6 +50,7 @@ from forebay import (
 from forebay.core.rollout import ISSUED_FIELDS
 from forebay.core.staleness import staleness
 from forebay.storage.sqlite import SQLiteStorage
+from forebay.storage.sqlite import storage as sqlite_storage
 from forebay.storage.sqlite.writer import Writer
 from forebay.testing.simulate import check_ledger, run
 
@@ -475,8 +475,8 @@ class NotTrained(Exception):
 class WaitedWriter(Writer):
     """SQLite's writer thread. Virtual time stands still while it works."""
 
-    def __init__(self, connect: Callable[[], Any]) -> None:
-        super().__init__(connect)
+    def __init__(self, connect: Callable[[], Any], check: Callable[[], None]) -> None:
+        super().__init__(connect, check)
         futures.wait((self.opened(),))
 
     def submit(self, *work: Any, **options: Any) -> futures.Future[Any]:
@@ -699,7 +699,7 @@ class World:
 def explore(seed: int) -> tuple[Counter[str], str | None]:
     """One run, in a process of a pool: what happened in it, and what went wrong."""
     logging.disable(logging.CRITICAL)  # simulated failures are no news
-    waited, unsynced = patch.object(sqlite_life, "Writer", WaitedWriter), patch.object(os, "fsync")
+    waited, unsynced = patch.object(sqlite_storage, "Writer", WaitedWriter), patch.object(os, "fsync")
     with waited, unsynced, tempfile.TemporaryDirectory() as directory:
         world, error = World(seed, Path(directory)), None
         try:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import shutil
 import sqlite3
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import ml_dtypes
@@ -25,6 +26,7 @@ from forebay import (
     Status,
     StorageError,
     StorageInUse,
+    StorageVanished,
     UnreadableData,
     UnsupportedPayload,
 )
@@ -91,11 +93,11 @@ async def test_another_policy_may_open_the_store_later(buffer: ReplayBuffer, pat
 
 async def test_payloads_are_not_held_in_memory(buffer: ReplayBuffer) -> None:
     await buffer.put(make_group(tokens=50), "math")
-    assert [row.group for row in buffer.storage._table.rows()] == [()]  # type: ignore[attr-defined]
+    assert [row.group for row in buffer.storage._engine.table.rows()] == [()]  # type: ignore[attr-defined]
 
 
 async def test_what_is_not_plain_data_is_refused_before_anything_changed(buffer: ReplayBuffer) -> None:
-    bad = [RolloutState(message=[{"role": "user", "content": object()}], status=Status.COMPLETED)]
+    bad = [RolloutState(message=[{"role": "user", "content": object()}], response="x", status=Status.COMPLETED)]
     with pytest.raises(UnsupportedPayload, match=r"\$\[0\]\.message\[0\]\.content"):
         await buffer.put_many([make_group(), bad], "math")
     with pytest.raises(UnsupportedPayload):
@@ -226,6 +228,65 @@ async def test_a_disk_that_fills_loses_nothing_that_was_acknowledged(buffer: Rep
     again = await reopened(buffer, path)
     assert await closed_ledger(again) == {"issued": 7, "buffered": 5, "trained": 2}
     await again.close()
+
+
+def _delete_directory(path: Path) -> None:
+    shutil.rmtree(path.parent)
+
+
+def _delete_files(path: Path) -> None:
+    for file in list(path.parent.iterdir()):
+        file.unlink()
+
+
+def _move_directory(path: Path) -> None:
+    path.parent.rename(path.parent.with_name("elsewhere"))
+
+
+def _replace(path: Path) -> None:
+    copy = path.with_name("copy.db")
+    shutil.copyfile(path, copy)
+    copy.replace(path)
+
+
+def _delete_log(path: Path) -> None:
+    path.with_name(path.name + "-wal").unlink()
+
+
+@pytest.mark.parametrize("spoil", [_delete_directory, _delete_files, _move_directory, _replace, _delete_log])
+async def test_g07_a_store_that_was_deleted_moved_or_replaced_acknowledges_nothing(
+    tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
+    path = tmp_path / "run" / "store.db"
+    buffer = ReplayBuffer(storage=SQLiteStorage(path))
+    await buffer.put_many([make_group(), make_group()], "math")
+    lease = await buffer.lease_batch({"math": 1}, train_step=1)
+    spoil(path)
+    for _ in range(2):
+        with pytest.raises(StorageVanished, match=r"store\.db.* is (missing|another file now).*nothing of this"):
+            await lease.ack()
+        with pytest.raises(StorageVanished):
+            await buffer.put(make_group(), "math")
+    assert await closed_ledger(buffer) == {"issued": 2, "buffered": 1, "leased": 1}
+    with pytest.raises(StorageVanished):
+        await buffer.close()
+    await buffer.close()
+    again = ReplayBuffer(storage=SQLiteStorage(tmp_path / "new" / "store.db"))
+    await again.put(make_group(), "math")
+    await again.close()
+
+
+async def test_a_store_that_is_moved_back_continues(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "store.db"
+    buffer = ReplayBuffer(storage=SQLiteStorage(path))
+    await buffer.put(make_group(), "math")
+    lease = await buffer.lease_batch({"math": 1}, train_step=1)
+    _move_directory(path)
+    with pytest.raises(StorageVanished):
+        await lease.ack()
+    (tmp_path / "elsewhere").rename(path.parent)
+    await lease.ack()
+    assert await closed_ledger(await reopened(buffer, path)) == {"issued": 1, "trained": 1}
 
 
 async def test_many_putters_at_once_share_commits(buffer: ReplayBuffer) -> None:

@@ -5,7 +5,8 @@ What a loop promises
   (COMPLETED, ABORTED, FAILED) and its response. It may return more samples of a rollout (segments 0, 1, ...), never
   fewer rollouts, and never members of another group. Members that are already COMPLETED are returned unchanged.
 - Responses are cumulative: with partial rollout a member may arrive with tokens. The response that is returned then
-  starts with these tokens, and their versions stay in front.
+  starts with these tokens, and their versions stay in front. Without partial rollout `generate_group` drops the
+  response of an earlier attempt before it calls `generate`; it never drops tokens of this attempt.
 - `pause` asks for an early end: running members return soon, as ABORTED with the tokens they have. Until `resume`,
   members that arrive are returned at once, unchanged. Both may be called repeatedly.
 - When `generate_group` is cancelled, the producer takes the members from the list that it passed in.
@@ -15,9 +16,11 @@ What a loop promises
   a reset returns to the prompt as issued. State that a partial rollout needs to continue belongs in `loop_state`.
 - `idle` returns when the engine has stopped all requests of this loop: only then may it be given new weights.
 - An unreachable engine costs time only. If `generate` raises a ConnectionError, or the equivalent of an HTTP client, or
-  an error for status 502 to 504, it is called again when the engine may be back. If it fails again although later calls
-  succeeded, the cause is something else (a tool, for example), and the member fails. `EngineUnavailable` stops
-  producing; the members keep their tokens and spend no try.
+  an error for status 502 to 504, it is called again when the engine may be back. Tokens that it has written into the
+  sample stay there, and `enable_partial_rollout` is True: it continues after them, because the weights are the same.
+  If it fails again although later calls succeeded, or if the loop can ask its engine and the engine answers, the cause
+  is something else (a tool, for example), and the member fails. `EngineUnavailable` stops producing; the members keep
+  their tokens and spend no try.
 
 `AgentLoop` implements all of this; a subclass writes `generate` for one sample. Members run concurrently, a member that
 raises is FAILED without stopping the others, and a cancel waits for all of them.
@@ -33,7 +36,7 @@ from typing import Any, ClassVar
 
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage, is_outage
 from forebay.core.aio import see_through
-from forebay.core.rollout import RolloutState, Status, reset_response
+from forebay.core.rollout import RolloutState, Status, carries_response, reset_response
 from forebay.errors import EngineUnavailable, ForebayError, InvalidGroup
 from forebay.prompts.records import independent, start_again
 
@@ -126,6 +129,8 @@ class AgentLoop(ABC):
 
     async def _generate_member(self, state: RolloutState, enable_partial_rollout: bool) -> Sequence[RolloutState]:
         try:
+            if not enable_partial_rollout and carries_response(state):
+                start_again(state)  # in place: after a cancel the producer takes this object
             result = await self._generate_through_outages(state, enable_partial_rollout)
             members = [result] if isinstance(result, RolloutState) else result
             valid = isinstance(members, (list, tuple)) and all(isinstance(member, RolloutState) for member in members)
@@ -164,7 +169,7 @@ class AgentLoop(ABC):
                 if failed_at is not None and self.__last_success > failed_at:
                     raise  # a later call succeeded, so the cause is a tool, or this prompt, and not the engine
                 failed_at = self.__calls
-                waiting = asyncio.ensure_future(self.outage.wait(f"{type(error).__name__}: {error}"))
+                waiting = asyncio.ensure_future(self._wait_for_engine(error))
                 try:
                     await done_or_paused(self, waiting)
                 finally:
@@ -173,7 +178,10 @@ class AgentLoop(ABC):
                     state.status = Status.ABORTED
                     return state
                 waiting.result()
-                if not enable_partial_rollout:
+                # New weights need a pause, which ends this call, unless the engine takes them while it runs.
+                if carries_response(state) and not self.takes_weights_while_running:
+                    enable_partial_rollout = True
+                elif not enable_partial_rollout:
                     start_again(state)
                 state.status = Status.INIT
             else:
@@ -182,6 +190,15 @@ class AgentLoop(ABC):
                     self.outage.over()
                 return result
 
+    async def _wait_for_engine(self, error: Exception) -> None:
+        if await self._engine_answers():
+            raise error
+        await self.outage.wait(f"{type(error).__name__}: {error}")
+
+    async def _engine_answers(self) -> bool:
+        """Whether the engine is known to be reachable, so that the failed connection was to a tool, for example."""
+        return False  # the loop of a user has no way to ask its engine
+
     @property
     def outage(self) -> Outage:
         """Whether the engine is unreachable, and since when."""
@@ -189,9 +206,20 @@ class AgentLoop(ABC):
             self._outage = Outage(repr(self)[:200], self.down_timeout_s)
         return self._outage
 
+    def explain_wait(self) -> str | None:
+        """Why the loop waits for its engine now, for people; None if it does not."""
+        return None if self._outage is None else self._outage.describe()
+
     def outage_s(self) -> float:
         """How long the engine has been unreachable in total; this time counts toward no timeout."""
         return 0.0 if self._outage is None else self._outage.seconds()
+
+    def excuses(self, group: Sequence[RolloutState]) -> bool:
+        """Whether the loop last ended this group early because of a fault outside the group, such as a dead process.
+
+        Its members are then ABORTED and spend no try.
+        """
+        return False
 
     # --- pausing --------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ import numpy as np
 
 from forebay.core.rollout import RolloutState, SampleParams, Status, TokenColumn, VersionSpans, finish_status
 from forebay.errors import InvalidInput
-from forebay.prompts.records import start_again
 
 __all__ = ["TRANSIENT_STATUSES", "Answer", "EventReader", "Interrupted", "Piece", "WrongAnswer", "merged", "read_piece"]
 
@@ -220,7 +219,7 @@ def merged(defaults: SampleParams, own: SampleParams | None) -> SampleParams:
 class Answer:
     """A sample and the part of its answer that has arrived. `write` copies it into the sample once: O(n) in total."""
 
-    def __init__(self, state: RolloutState, params: SampleParams, *, keep_tokens: bool) -> None:
+    def __init__(self, state: RolloutState, params: SampleParams) -> None:
         if state.prompt_ids is None or not len(state.prompt_ids):
             raise InvalidInput(
                 f"{_name(state)} has no prompt_ids, and completion requests consist of tokens; give the sampler a "
@@ -231,8 +230,6 @@ class Answer:
                 f"{_name(state)} has mm_info ({', '.join(map(str, state.mm_info))}), and completion requests consist "
                 "of tokens only; write your own AgentLoop for multimodal prompts"
             )
-        if not keep_tokens and (state.response_ids is not None or state.response is not None):
-            start_again(state)  # in place: after a cancel the producer takes this object
         self.state = state
         self.params = params
         self.finish_reason: str | None = None
@@ -290,10 +287,14 @@ class Answer:
         self._confirmed_texts = len(self._texts or ())
 
     def complete(self) -> bool:
-        """Whether the answer has ended: the server said so, or the last token is one that ends it."""
+        """Whether the answer has ended: the server said so, or the last token is one that ends it.
+
+        A token that the model did not generate (its mask is 0) does not end the answer.
+        """
         if self.finish_reason is None and len(self):
             last = self._ids[-1] if self._ids else self.state.response_ids[-1]  # type: ignore[index]
-            if last in self.params.stop_token_ids:
+            mask = None if self._ids else self.state.response_mask
+            if last in self.params.stop_token_ids and (mask is None or mask[-1]):
                 self.finish_reason = "stop"
             elif self.params.max_tokens is not None and len(self) >= self.params.max_tokens:
                 self.finish_reason = "length"

@@ -71,6 +71,9 @@ class Engine(Protocol):
     async def idle(self) -> None:
         """Wait until the server has stopped our requests."""
 
+    def explain_wait(self) -> str | None:
+        """Why the control waits for the server now, for people; None if it does not."""
+
 
 class ServerMonitor:
     """Knows which process at `url` has the current weights. See the top of this file.
@@ -108,13 +111,16 @@ class ServerMonitor:
         if self._doubt is None and self.model_step == model_step and self._expected is not None:
             return  # the control that loaded them has recorded the process
         if self._explicit:
-            raise EngineError(
-                f"the control of {self.url} loaded the weights of step {self.model_step}, but step {model_step} was "
-                "reported as loaded; load those with update_weights of the control"
-            )
+            raise self._not_loaded(model_step, f"was loaded with the weights of step {self.model_step} by its control")
         if self.controlled or model_step == 0:
             with suppress(Unreachable):  # checked again before any of its tokens count
                 await self._check_version(model_step)
+                if self.controlled and model_step > 0 and not self.trust_restarts:
+                    version = await self.version()
+                    if version != str(model_step):
+                        raise self._not_loaded(
+                            model_step, f"was not loaded by its control and reports version {version!r}"
+                        )
         self.model_step, self._doubt, self._expected, self._explicit = model_step, None, None, False
         if model_step > 0:
             try:
@@ -133,6 +139,13 @@ class ServerMonitor:
                 f"an earlier run. Load those of step {model_step} with update_weights of its control, or restart the "
                 "server"
             )
+
+    def _not_loaded(self, model_step: int, found: str) -> EngineError:
+        return EngineError(
+            f"{self.url} {found}, but step {model_step} was reported as loaded; load those weights with update_weights "
+            "of its control. To update several servers together, call pause_produce, then update_weights of each "
+            f"control without a manager, then continue_produce({model_step})"
+        )
 
     def set_loaded(self, model_step: int, process: Process) -> None:
         """A control has loaded the weights of this step into this process."""

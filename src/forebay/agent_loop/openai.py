@@ -8,7 +8,8 @@ What it promises
   or for its next attempt, ends at once as well.
 - Transient failures are retried with growing delays; other failures are an `EngineError` at once. An unreachable server
   (connection refused or lost, status 502 to 504) is waited for: no attempt is counted, the tokens stay, and after
-  `down_timeout_s` the call raises `EngineUnavailable`, which spends no try either.
+  `down_timeout_s` the call raises `EngineUnavailable`, which spends no try either. If a tool of a subclass is
+  unreachable while the server answers, the member fails.
 - Tokens count only if the server has the current weights (see `monitor`): a server that restarted serves its start-up
   weights, and the loop raises `EngineRestarted`, unless a control loads the current ones again.
 - A pause is complete when the server has stopped our requests (`idle`), not when their connections are closed.
@@ -49,8 +50,9 @@ from forebay.agent_loop.completion import (
     read_piece,
 )
 from forebay.agent_loop.monitor import Engine, ServerMonitor, Unreachable
+from forebay.agent_loop.names import NamedHosts
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, GATEWAY_STATUSES, Outage, is_outage
-from forebay.agent_loop.server import authorization, checked_url, fetch, until_idle
+from forebay.agent_loop.server import authorization, checked_url, fetch, same_server, until_idle
 from forebay.core.aio import run_user_code, see_through
 from forebay.core.rollout import RolloutState, SampleParams, Status
 from forebay.core.validate import integer_setting, positive_seconds
@@ -90,7 +92,9 @@ class OpenAIAgentLoop(AgentLoop):
       Without one the loop uses what the server publishes.
     - `trust_restarts`: the server loads the current weights itself whenever it starts.
     - `client`: your own client (for a proxy, or certificates), which you close yourself. Build it with
-      `limits=httpx.Limits(max_connections=None)`: the comment in the constructor says why.
+      `limits=httpx.Limits(max_connections=None)`: the comment in the constructor says why. It resolves names in the
+      default executor of asyncio: if your tools fill that, give it `transport=forebay.agent_loop.names.NamedHosts(...)`
+      or use an address as `base_url`.
 
         async with OpenAIAgentLoop(url, "policy", sample_params=SampleParams(max_tokens=1024)) as loop:
             group = await loop.generate_group(group)
@@ -141,6 +145,13 @@ class OpenAIAgentLoop(AgentLoop):
         self.vocabulary = vocabulary
         if engine is not None and trust_restarts:
             raise InvalidConfig("engine and trust_restarts are both set; set trust_restarts on the control instead")
+        if engine is not None and not isinstance(getattr(engine, "monitor", None), ServerMonitor):
+            raise InvalidConfig(f"engine is {engine!r:.80}; expected a control of forebay.engines, or None")
+        if engine is not None and not same_server(engine.monitor.url, self._root):
+            raise InvalidConfig(
+                f"the loop sends requests to {self._root}, but its engine controls {engine.monitor.url}; expected one "
+                "server, because the control decides which tokens count"
+            )
         self._engine = engine
         self._monitor = (
             ServerMonitor(self._root, self._fetch, trust_restarts=trust_restarts) if engine is None else engine.monitor
@@ -157,8 +168,13 @@ class OpenAIAgentLoop(AgentLoop):
         # that was cancelled while connecting (encode/httpcore#1099), so that pauses would exhaust the pool.
         self._client = client or httpx.AsyncClient(
             trust_env=False,
-            verify=self.url.startswith("https:"),  # plain HTTP without redirects needs no certificates
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency),
+            transport=NamedHosts(
+                httpx.AsyncHTTPTransport(
+                    trust_env=False,
+                    verify=self.url.startswith("https:"),  # plain HTTP without redirects needs no certificates
+                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency),
+                )
+            ),
         )
 
     def __repr__(self) -> str:
@@ -182,6 +198,11 @@ class OpenAIAgentLoop(AgentLoop):
         else:
             await until_idle(self._fetch, self._root)
 
+    def explain_wait(self) -> str | None:
+        """Why requests, or an update of the weights, wait for the server now."""
+        waits = (super().explain_wait(), None if self._engine is None else self._engine.explain_wait())
+        return "; ".join(filter(None, waits)) or None
+
     async def weights_loaded(self, model_step: int) -> None:
         """Record which process has the weights of this step. EngineError if the server cannot be asked."""
         await self._monitor.weights_loaded(model_step)
@@ -189,13 +210,24 @@ class OpenAIAgentLoop(AgentLoop):
     async def _fetch(self, path: str) -> bytes | None:
         return await fetch(self._client, self._root + path, self._headers)
 
+    async def _engine_answers(self) -> bool:
+        try:
+            await self._monitor.find_process()
+        except Unreachable:
+            return False
+        return True
+
     async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
-        """Generate one sample in place. InvalidInput without `prompt_ids`, EngineError if the server fails."""
+        """Generate one sample in place. InvalidInput without `prompt_ids`, EngineError if the server fails.
+
+        It continues after `response_ids`, so a subclass may call it once for each turn. `generate_group` has dropped
+        the response of an earlier attempt, unless `enable_partial_rollout`.
+        """
         if self.paused:
             state.status = Status.ABORTED
             return state
         _check_vocabulary(state, self.vocabulary)
-        answer = Answer(state, merged(self.sample_params, state.sample_params), keep_tokens=enable_partial_rollout)
+        answer = Answer(state, merged(self.sample_params, state.sample_params))
         call = await run_user_code(self._complete(answer), until=partial(done_or_paused, self))
         answer.write()
         if call.cancelled is not None:
@@ -352,7 +384,9 @@ class OpenAIAgentLoop(AgentLoop):
         text = self._without_key(said.decode("utf-8", "replace"))
         detail = f": {text[:_QUOTED]}" if text.strip() else ""
         if response.status_code not in TRANSIENT_STATUSES:
-            return WrongAnswer(f"status {response.status_code}{detail}")
+            missing = response.status_code == 404 and not self.url.endswith("/v1/completions")
+            hint = "; base_url usually ends in /v1" if missing else ""
+            return WrongAnswer(f"status {response.status_code}{detail}{hint}")
         away = response.status_code in GATEWAY_STATUSES
         if away:
             self._monitor.connection_lost()

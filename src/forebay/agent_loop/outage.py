@@ -3,14 +3,14 @@
 A request that cannot reach the engine calls `wait`. It returns when another attempt makes sense: after a growing delay
 and, if the caller has a probe, after a successful one. All requests of a loop share one delay, one probe and one log
 line. An outage ends when a request succeeds, which `over` reports. If none does for `down_timeout_s`, `wait` raises
-`EngineUnavailable`.
+`EngineUnavailable`. That time counts only while all engines of the run are unreachable (`peers`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from forebay.agent_loop.monitor import Unreachable
 from forebay.core.aio import RESOLUTION_S, ignore_exception
@@ -89,18 +89,33 @@ class Outage:
         self.on_change: Callable[[], None] | None = None
         self._probes = 0  # groups that may be started to find out whether the engine is the cause
         self._waiting: asyncio.Task[None] | None = None  # shared by all requests
+        self.peers: Sequence[Outage] = ()  # of the other engines of a run: it gives up only if all are unreachable
 
     def seconds(self) -> float:
         """How long the engine has been unreachable in total, including this outage."""
         now = 0.0 if self._since is None else asyncio.get_running_loop().time() - self._since
         return self._before_s + now
 
+    @property
+    def away(self) -> bool:
+        """Whether the last request could not reach the engine."""
+        return self._since is not None
+
     def describe(self) -> str | None:
         """The current outage, for people; None if there is none."""
         if self._since is None:
             return None
-        left_s = self.down_timeout_s - (asyncio.get_running_loop().time() - self._since)
-        return f"{self.name} is unreachable ({self._reason}); giving up in {max(0.0, left_s):.0f} s"
+        left_s = self._left_s()
+        end = "not giving up while another engine works" if left_s is None else f"giving up in {left_s:.0f} s"
+        return f"{self.name} is unreachable ({self._reason}); {end}"
+
+    def _left_s(self) -> float | None:
+        """The time until `wait` gives up; None while another engine of the run is reachable."""
+        began = [outage._since for outage in (self, *self.peers)]
+        since = [moment for moment in began if moment is not None]
+        if len(since) < len(began):
+            return None
+        return max(0.0, self.down_timeout_s - (asyncio.get_running_loop().time() - max(since)))
 
     async def wait(self, reason: str, probe: Callable[[], Awaitable[object]] | None = None) -> None:
         """Return when another attempt makes sense; EngineUnavailable after `down_timeout_s`."""
@@ -116,14 +131,15 @@ class Outage:
     async def _wait(self, probe: Callable[[], Awaitable[object]] | None) -> None:
         clock = asyncio.get_running_loop().time
         while self._since is not None:  # a request that succeeds meanwhile ends the outage
-            left_s = self.down_timeout_s - (clock() - self._since)
-            if left_s <= RESOLUTION_S:
+            left_s = self._left_s()
+            if left_s is not None and left_s <= RESOLUTION_S:
                 raise EngineUnavailable(
                     f"{self.name} was unreachable for {clock() - self._since:.0f} s (down_timeout_s is "
                     f"{self.down_timeout_s:g}): {self._reason}. Nothing was lost and no try was spent; continue when "
                     "it is back"
                 )
-            delay_s = min(self.first_delay_s * 2.0 ** min(self._delays, 16), _MAX_DELAY_S, left_s)
+            delay_s = min(self.first_delay_s * 2.0 ** min(self._delays, 16), _MAX_DELAY_S)
+            delay_s = delay_s if left_s is None else min(delay_s, left_s)
             self._delays += 1
             await asyncio.sleep(delay_s)
             if self._since is None:

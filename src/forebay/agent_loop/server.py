@@ -19,7 +19,7 @@ import msgspec
 from forebay.agent_loop.monitor import Fetch, Unreachable
 from forebay.errors import InvalidConfig
 
-__all__ = ["authorization", "checked_url", "fetch", "is_refused", "until_idle"]
+__all__ = ["authorization", "checked_url", "fetch", "is_refused", "same_server", "until_idle"]
 
 log = logging.getLogger(__name__)
 
@@ -146,6 +146,20 @@ def checked_url(base_url: str) -> str:
     if url.scheme not in ("http", "https") or not url.host:
         raise InvalidConfig(f"base_url is {base_url!r:.200}; expected a URL like 'http://127.0.0.1:8000/v1'")
     return str(url).rstrip("/")
+
+
+def same_server(one: str, other: str) -> bool:
+    """Whether two URLs without /v1 name the same server. Compares the URLs only; resolves no names.
+
+    >>> same_server("http://localhost:8000", "http://127.0.0.1:8000"), same_server("http://a:8000", "http://a:8001")
+    (True, False)
+    """
+    return _without_alias(one) == _without_alias(other)
+
+
+def _without_alias(url: str) -> httpx.URL:
+    parsed = httpx.URL(url)
+    return parsed.copy_with(host="127.0.0.1") if parsed.host in ("localhost", "::1") else parsed
 
 
 def authorization(api_key: str | None) -> dict[str, str]:

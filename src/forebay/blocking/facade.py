@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import inspect
+import logging
 from collections.abc import Callable, Coroutine
 from functools import partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
@@ -17,6 +18,8 @@ from forebay.blocking.thread import LoopThread
 from forebay.core import aio
 
 __all__ = ["Facade", "LoopOwner", "blocking", "on_loop", "result_of"]
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -48,8 +51,13 @@ class LoopOwner(Facade[N_co]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+            log.exception("close_failed: the error of the block is raised instead")
 
 
 def blocking(

@@ -17,13 +17,22 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from forebay.core.issued import settle_changes
-from forebay.core.record import Tags, describe
+from forebay.core.record import Facts, Tags, describe
 from forebay.core.references import any_kind, resolve_or_fail, without_references
-from forebay.core.rollout import Group, RolloutState, Status, VersionSpans, group_status, group_tokens, versioned_tokens
+from forebay.core.rollout import (
+    Group,
+    RolloutState,
+    Status,
+    VersionSpans,
+    group_status,
+    group_tokens,
+    lacks_tokens,
+    versioned_tokens,
+)
 from forebay.core.sizes import freeze_arrays
 from forebay.core.staleness import EXPIRABLE, Limits, check_versions, expire_members, sample_staleness, stamp
-from forebay.core.validate import check_group
-from forebay.errors import InvalidInput, UnsupportedPayload
+from forebay.core.validate import check_group, plain_columns
+from forebay.errors import InvalidGroup, InvalidInput, UnsupportedPayload
 from forebay.storage.base import Arrival, Content, Storage
 
 __all__ = [
@@ -50,7 +59,13 @@ def admit(
     """The arrival of one group, or InvalidGroup that says what is wrong with it."""
     group_id, attempt = check_group(items, task_name)
     group = tuple(items)
-    for state in group:
+    for index, state in enumerate(group):
+        if state.status is Status.COMPLETED and lacks_tokens(state):
+            raise InvalidGroup(
+                f"member {index} (rollout {state.rollout_id}) of group {group_id} of task {task_name!r} is COMPLETED "
+                "without a token; expected tokens in response_ids, a response without response_ids (text only), or "
+                "an agent trace (input_ids, labels)"
+            )
         settle_changes(state)
         if state.error_msg is not None and not state.error_msg.isascii():
             state.error_msg = state.error_msg.encode(errors="replace").decode()  # messages may hold anything
@@ -98,11 +113,20 @@ def content_of(group: Group, tags: Tags | None, priority: float | None, task_nam
         raise InvalidInput(f"priority is {priority!r:.80}; expected a finite number")
     freeze_arrays(group)
     try:
-        facts = describe(group)
+        facts = _described(group)
     except UnsupportedPayload as error:
         name = f"group {group[0].group_id} of task {task_name or group[0].task_name!r}"
         raise UnsupportedPayload(f"{name}: {_with_path(group, error)}") from None
     return Content(group, facts, tags, priority)
+
+
+def _described(group: Group) -> Facts:
+    try:
+        return describe(group)
+    except UnsupportedPayload:
+        if not plain_columns(group):
+            raise
+    return describe(group)
 
 
 def _with_path(group: Group, error: UnsupportedPayload) -> UnsupportedPayload:

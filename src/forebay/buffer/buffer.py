@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence, Sized
+from pathlib import Path
 from typing import Any
 
 from forebay.buffer import explain
@@ -41,7 +42,7 @@ from forebay.errors import InvalidConfig, InvalidInput
 from forebay.storage.base import Ready, Storage
 from forebay.storage.local.memory import MemoryStorage
 
-__all__ = ["ReplayBuffer"]
+__all__ = ["ReplayBuffer", "checkpoint_exists"]
 
 Groups = list[list[RolloutState]]
 
@@ -416,3 +417,10 @@ class ReplayBuffer:
         acknowledged for steps after the model step are handed out again; CheckpointTooOld if the store dropped some.
         """
         return (await self._internals.resume(path)).model_step
+
+
+def checkpoint_exists(path: str | os.PathLike[str]) -> bool:
+    """Whether a buffer or a manager saved a checkpoint at a path. `resume` checks whether it is complete."""
+    from forebay.checkpoint.publish import MANIFEST  # imported here: it would double the time of `import forebay`
+
+    return (Path(path) / MANIFEST).is_file()

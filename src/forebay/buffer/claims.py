@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -21,8 +22,8 @@ from forebay.core.record import present, separate_extra_fields
 from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import apply_token_mask, sample_staleness
 from forebay.core.validate import checked_wants, whole_number
-from forebay.errors import BufferClosed, InvalidConfig, LostLease
-from forebay.storage.base import Claim, Purpose, Rows
+from forebay.errors import BufferClosed, InvalidConfig, LostLease, StorageUnavailable
+from forebay.storage.base import Claim, Claimed, Purpose, Rows
 
 __all__ = ["Claims", "LeaseAttempt", "asked"]
 
@@ -39,6 +40,7 @@ class Claims:
         self._session = session
         self._storage = session.storage
         self._expiry = expiry
+        self._owed: list[Callable[[], Awaitable[None]]] = []  # return groups that could not be handed out
 
     async def take(self, wants: Mapping[str, int], status: Status) -> dict[str, Groups]:
         """At most this many groups of each task, for good."""
@@ -46,20 +48,26 @@ class Claims:
         rows = await self._claim_some(wants, (status,), Purpose.TAKE)
         return await self.hand_out(rows, None)
 
-    async def draw(self, n: int, task_name: str, statuses: tuple[Status, ...]) -> Groups:
-        """At most n groups to be generated again."""
-        rows = await self._claim_some(checked_wants({task_name: n}), statuses, Purpose.DRAW)
+    async def draw(
+        self, n: int, task_name: str, statuses: tuple[Status, ...], group_ids: tuple[int, ...] = ()
+    ) -> Groups:
+        """At most n groups to be generated again; `group_ids`: only these, if any are given."""
+        rows = await self._claim_some(checked_wants({task_name: n}), statuses, Purpose.DRAW, group_ids)
         return [present(row) for row in rows[task_name]]
 
-    async def _claim_some(self, wants: dict[str, int], statuses: tuple[Status, ...], purpose: Purpose) -> Rows:
+    async def _claim_some(
+        self, wants: dict[str, int], statuses: tuple[Status, ...], purpose: Purpose, group_ids: tuple[int, ...] = ()
+    ) -> Rows:
         """Claim what is there; if groups had to expire first, claim the rest once more."""
         self._session.check_open()
-        claim = Claim(wants=wants, statuses=statuses, purpose=purpose, owner=self._session.owner)
+        await self.give_back_owed()
+        owner = self._session.owner
+        claim = Claim(wants=wants, statuses=statuses, purpose=purpose, owner=owner, group_ids=group_ids)
         claimed = await self._storage.claim(claim)
         rows = claimed.rows
         assert rows is not None
         self._expiry.learn_limits(claimed.limits)
-        due = [task_name for task_name in claimed.due if wants[task_name] > 0]
+        due = _due(claim, claimed)
         if not due:
             return rows
         try:
@@ -70,7 +78,7 @@ class Claims:
                 assert more is not None
                 rows = {name: found + more.get(name, []) for name, found in rows.items()}
         except BaseException:
-            await self._storage.undo(claim, rows)
+            await self.give_back(partial(self._storage.undo, claim, rows))
             raise
         return rows
 
@@ -83,6 +91,20 @@ class Claims:
         """Settle rows of a lease."""
         await self._session.ready()
         await self._storage.settle(lease_id, uids, event, reason)
+
+    async def give_back(self, returning: Callable[[], Awaitable[None]]) -> None:
+        """Return groups that were claimed and cannot be handed out: now, or before the next claim."""
+        self._owed.append(returning)
+        with suppress(StorageUnavailable):
+            await self.give_back_owed()
+
+    async def give_back_owed(self) -> None:
+        """Return groups of earlier claims that could not be returned because the storage was away."""
+        for returning in list(self._owed):
+            with suppress(LostLease, BufferClosed):  # then they are back already
+                await returning()
+            if returning in self._owed:
+                self._owed.remove(returning)
 
     async def hand_out(self, claimed: Rows, train_step: int | None) -> dict[str, Groups]:
         """Copies of claimed groups, token masks applied to those that will be trained on."""
@@ -149,18 +171,18 @@ class LeaseAttempt:
         """Try to claim the batch; whether all of it was there."""
         session, expiry = self._claims._session, self._claims._expiry
         await session.ready()
+        await self._claims.give_back_owed()
         expiry.see(self._train_step, asked(self._claim.wants))
         claimed = await session.storage.claim(self._claim)
         expiry.learn_limits(claimed.limits)
-        if claimed.rows is None and claimed.due:
-            await expiry.expire(claimed.due)
+        if claimed.rows is None and (due := _due(self._claim, claimed)):
+            await expiry.expire(due)
             claimed = await session.storage.claim(self._claim)
         if claimed.rows is None:
             return False
         self._rows = claimed.rows
         try:
-            if claimed.due:
-                await expiry.expire(claimed.due)
+            await expiry.expire(_due(self._claim, claimed))
         except BaseException:
             await self._give_back()
             raise
@@ -184,8 +206,12 @@ class LeaseAttempt:
         uids = list(self._uids().values())
         if uids:
             assert self._claim.lease_id is not None
-            with suppress(LostLease, BufferClosed):  # then it is back already
-                await self._claims.settle(self._claim.lease_id, uids, Event.NACKED, None)
+            await self._claims.give_back(partial(self._claims.settle, self._claim.lease_id, uids, Event.NACKED, None))
+
+
+def _due(claim: Claim, claimed: Claimed) -> list[str]:
+    """The tasks whose groups have to expire: a claim leaves tasks alone of which it wants nothing."""
+    return [task_name for task_name in claimed.due if claim.wants[task_name] > 0]
 
 
 def asked(wants: Mapping[str, int]) -> list[str]:

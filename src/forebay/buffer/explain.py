@@ -9,13 +9,14 @@ from collections.abc import Collection, Iterable, Mapping
 
 from forebay.buffer.group_ends import GroupEnds
 from forebay.buffer.waiting import Wait
+from forebay.core.aio import Pool
 from forebay.core.capacity import Settings, fits
 from forebay.core.fingerprint import unverified_records
 from forebay.core.ledger import Place
 from forebay.core.rollout import Status
 from forebay.storage.base import Holding, Summary, TaskSummary
 
-__all__ = ["capacity", "explanation", "figures"]
+__all__ = ["capacity", "explanation", "figures", "full_pools"]
 
 
 def figures(
@@ -62,6 +63,15 @@ def explanation(
             + ("; nothing new fits until groups leave" if full else "")
         )
     return "\n".join(lines)
+
+
+def full_pools(pools: Iterable[Pool]) -> list[str]:
+    """Pools whose threads are all busy, a line for each: calls that need a thread wait."""
+    return [
+        f"all {pool.max_threads} threads of the pool {pool.name!r} ({pool.use}) are busy, {pool.waiting} calls wait"
+        for pool in pools
+        if pool.running >= pool.max_threads
+    ]
 
 
 def capacity(summary: Summary, settings: Settings, produced: Collection[str] | None) -> str:

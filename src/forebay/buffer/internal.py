@@ -89,7 +89,10 @@ class Internals:
             task_name, contents, owner=self.session.owner, cursor=cursor, source_state=source_state
         )
         if len(records) < len(contents):
-            await self.session.refused(task_name, [contents[len(records)].facts])
+            prompt = contents[len(records)].facts
+            if not records:
+                self.session.check_can_fit(1, prompt.bytes)
+            await self.session.refused(prompt)
         else:
             self.session.accepted()
         lost = {}
@@ -107,14 +110,19 @@ class Internals:
         ]
         return Issued(kept, len(records))
 
-    async def redraw(self, n: int, task_name: str, statuses: Sequence[Status] = DRAWABLE) -> Groups:
-        """Up to n groups to be generated again, an earlier status first, then by group_id."""
+    async def redraw(
+        self, n: int, task_name: str, statuses: Sequence[Status] = DRAWABLE, *, group_ids: Collection[int] = ()
+    ) -> Groups:
+        """Up to n groups to be generated again, an earlier status first, then by group_id.
+
+        `group_ids`: only these groups, if any are given.
+        """
         await self.session.ready()
         chosen = checked_statuses(statuses)
         for status in chosen:
             if status not in DRAWABLE:
                 raise InvalidInput(f"{status} groups cannot be drawn again; expected init, expired or aborted")
-        return await self.claims.draw(n, checked_task(task_name), chosen)
+        return await self.claims.draw(n, checked_task(task_name), chosen, tuple(sorted(group_ids)))
 
     async def valued(self, resolving: Awaitable[T], task_name: str) -> T:
         """Wait for the values of references, however long they take to be produced."""
@@ -238,6 +246,11 @@ class Internals:
         """A full batch of COMPLETED groups if it is there, else None; never waits."""
         await self.session.ready()
         return await self.claims.lease(wants, train_step)
+
+    async def give_back_owed(self) -> None:
+        """Return groups that were claimed for a batch which an outage kept from being handed out."""
+        await self.session.ready()
+        await self.claims.give_back_owed()
 
     # --- checkpoints ----------------------------------------------------------------------------------
 

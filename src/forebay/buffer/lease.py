@@ -20,7 +20,7 @@ from forebay.core.aio import see_through
 from forebay.core.ledger import Event
 from forebay.core.rollout import RolloutState
 from forebay.core.validate import checked_reason, whole_number
-from forebay.errors import BufferClosed, InvalidInput, LostLease
+from forebay.errors import BufferClosed, InvalidInput, LostLease, StorageUnavailable
 
 __all__ = ["Lease", "LeaseRequest", "Request", "shard"]
 
@@ -46,7 +46,8 @@ class Lease:
     ) -> None:
         """`on_ack(began)` is called with True before it is acknowledged, and with False when that failed.
 
-        `patiently(call)` makes a call of the storage; a manager's repeats one that finds the storage away.
+        `patiently(call)` makes a call of the storage; a manager's repeats one that finds the storage away. `owed` is
+        the settlement that found it away for too long, for `settle_owed`.
         """
         self.on_ack: Callable[[bool], None] | None = None
         self.patiently: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] = lambda call: call()
@@ -56,6 +57,7 @@ class Lease:
         self._uids = uids
         self._settle = settle
         self._settled: Event | None = None
+        self.owed: Event | None = None
 
     def __repr__(self) -> str:
         state = "held" if self._settled is None else self._settled.name.lower()
@@ -89,11 +91,25 @@ class Lease:
             watched(True)
         try:
             await self.patiently(lambda: self._settle(self.id, list(self._uids.values()), event, None))
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, StorageUnavailable):
+                self.owed = event
             if watched is not None:
                 watched(False)
             raise
         self._settled = event
+
+    async def settle_owed(self) -> None:
+        """Settle it as was asked for while the storage was away. Nothing to do if the groups were taken away."""
+        if self.owed is None or not self.open:
+            return
+        try:
+            await self._settle_all(self.owed)
+        except LostLease as lost:
+            self.owed = None
+            log.warning("lease_lost lease=%s %s", self.id, lost)
+        else:
+            log.warning("lease_settled_late lease=%s train_step=%d event=%s", self.id, self.train_step, self.owed.name)
 
     def shard(self, rank: int, world_size: int) -> list[list[RolloutState]]:
         """Whole groups for one trainer rank; see `shard`."""

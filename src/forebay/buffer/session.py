@@ -11,7 +11,7 @@ import asyncio
 import os
 import socket
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -19,8 +19,8 @@ from weakref import WeakKeyDictionary
 from forebay.buffer import explain
 from forebay.buffer.group_ends import GroupEnds
 from forebay.buffer.waiting import ANY_TASK, Changes, Heartbeat, Waits
-from forebay.core.aio import Deadline, in_thread
-from forebay.core.capacity import Settings, fits, reservation
+from forebay.core.aio import FILES, Deadline, in_thread
+from forebay.core.capacity import Settings, fits
 from forebay.core.record import Facts
 from forebay.core.rollout import DRAWABLE, Status
 from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, NoRoom, WaitTimeout, WrongEventLoop
@@ -55,7 +55,7 @@ class Session:
         self._opening: asyncio.Future[None] | None = None
         self._opened = False
         self._asked: list[Mapping[str, int]] = []
-        self._refused: tuple[str, tuple[Facts, ...]] | None = None  # task and prompts that found no room last
+        self._refused: Facts | None = None  # of the last prompt, if there was no room for it
 
     # --- opening and closing --------------------------------------------------------------------------
 
@@ -186,7 +186,8 @@ class Session:
             try:
                 return (await attempt(),)
             except NoRoom as full:
-                ready = self._needed(full)
+                self.check_can_fit(full.groups, full.bytes)
+                ready = Ready(room_groups=full.groups, room_bytes=full.bytes)
                 return None
 
         changes = await self.ready()
@@ -201,18 +202,17 @@ class Session:
                     done = await try_once()
         return done[0]
 
-    def _needed(self, full: NoRoom) -> Ready:
-        """The room that a step has to wait for; InvalidInput if there can never be that much."""
+    def check_can_fit(self, groups: int, size: int) -> None:
+        """InvalidInput if this many groups, of this many bytes together, do not even fit into an empty buffer."""
         for limit, needed, unit in (
-            (self.settings.max_groups, full.groups, "groups"),
-            (self.settings.max_bytes, full.bytes, "bytes"),
+            (self.settings.max_groups, groups, "groups"),
+            (self.settings.max_bytes, size, "bytes"),
         ):
             if limit is not None and needed > limit:
                 raise InvalidInput(
                     f"{needed} {unit} can never fit into a buffer of {limit} {unit}; put less at once, or raise "
                     f"max_{unit}"
-                ) from full
-        return Ready(room_groups=full.groups, room_bytes=full.bytes)
+                )
 
     async def _wait(
         self, changes: Changes, ticket: int, deadline: Deadline, what: str, ready: Ready | None, tasks: Collection[str]
@@ -245,9 +245,9 @@ class Session:
         finally:
             self._asked.remove(wants)
 
-    async def refused(self, task_name: str, prompts: Sequence[Facts]) -> None:
-        """Prompts (none: of any size) found no room. InvalidConfig if the producer would wait forever, too."""
-        is_news, self._refused = self._refused is None, (task_name, tuple(prompts))
+    async def refused(self, prompt: Facts) -> None:
+        """There is no room for a prompt. InvalidConfig if the producer would wait forever, too."""
+        is_news, self._refused = self._refused is None, prompt
         for wants in self._asked:
             await self.check_can_come(wants)
         if is_news:
@@ -266,10 +266,10 @@ class Session:
         """
         if self._refused is None:
             return
-        task_name, prompts = self._refused
+        # While nothing is in flight a group can start as soon as its prompt fits; see `capacity`.
+        needed = self._refused.bytes
         summary = await self.storage.summary()
-        needed = self._needed_by_next(summary, wants, task_name, prompts)
-        if needed is None:
+        if fits(summary.usage, self.settings, 1, needed) or self._may_change(summary, wants):
             return
         there = ", ".join(
             f"{summary.task(name).fresh.get(Status.COMPLETED, 0)} of {n} groups of task {name!r}"
@@ -278,32 +278,27 @@ class Session:
         )
         raise InvalidConfig(
             f"a batch can never be complete: {there} are there, nothing is in flight or leased, and the next prompt "
-            f"({needed:,} bytes with its responses) finds no room; "
+            f"({needed:,} bytes without responses) finds no room; "
             f"{explain.capacity(summary, self.settings, self.produced)}. Raise the limit, or ask for less"
         )
 
-    def _needed_by_next(
-        self, summary: Summary, wants: Mapping[str, int], task_name: str, prompts: Sequence[Facts]
-    ) -> int | None:
-        """The bytes that the next prompt needs, if a batch can never come; None if it may."""
+    def _may_change(self, summary: Summary, wants: Mapping[str, int]) -> bool:
+        """Whether a batch may still come without room for the next prompt."""
         lines = summary.ledger()
         if any(line["in_flight"] or line["leased"] for line in lines.values()):
-            return None
+            return True
         # Groups that nobody produces are not drawn again, and nobody waits for them.
         produced = [name for name in lines if self.produced is None or name in self.produced]
         others = lines if self.storage.shared else produced
         if any(lines[name]["buffered"] for name in others if name not in wants):
-            return None
+            return True
         if any(summary.task(name).statuses.get(status, 0) for name in produced for status in DRAWABLE):
-            return None
-        if all(summary.task(name).fresh.get(Status.COMPLETED, 0) >= n for name, n in wants.items()):
-            return None
-        sizes = summary.task(task_name).account.sizes
-        needed = sum(reservation(facts, sizes, self.settings) for facts in prompts)
-        return None if fits(summary.usage, self.settings, max(1, len(prompts)), needed) else needed
+            return True
+        return all(summary.task(name).fresh.get(Status.COMPLETED, 0) >= n for name, n in wants.items())
 
     async def explain(self) -> str:
         """What is being waited for, what there is of it, and who holds the rest."""
         summary = await self.storage.summary(holdings=True)
         now = asyncio.get_running_loop().time()
-        return explain.explanation(self.waits, now, summary, self.settings, self.produced)
+        text = explain.explanation(self.waits, now, summary, self.settings, self.produced)
+        return "\n".join([text, *explain.full_pools((FILES,))])

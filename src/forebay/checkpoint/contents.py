@@ -1,4 +1,4 @@
-"""The contents of a checkpoint of groups: accounts, limits and rows, decoded; and the check that it can be resumed.
+"""The contents of a checkpoint of groups: accounts and rows, decoded; and the check that it can be resumed.
 
 Nothing is trusted: what a record says about its group is computed again from the group. A checkpoint that
 `check_contents` accepts can be resumed: every checksum matches, every record and group decodes, and the ledgers close.
@@ -20,23 +20,14 @@ from forebay.core.record import Record, Row, describe
 from forebay.core.references import as_values
 from forebay.core.report import Progress, Steps
 from forebay.core.rollout import Group, Status
-from forebay.core.staleness import Limits
-from forebay.errors import DamagedData, InvalidInput
+from forebay.errors import DamagedData
 
-__all__ = ["Contents", "check_contents", "saved_accounts", "saved_limits", "saved_rows"]
+__all__ = ["Contents", "check_contents", "saved_accounts", "saved_rows"]
 
 
 def saved_accounts(manifest: Manifest) -> dict[str, Account]:
     """The account of each task."""
     return {task_name: decode_account(data) for task_name, data in manifest.accounts.items()}
-
-
-def saved_limits(manifest: Manifest) -> dict[str, Limits]:
-    """The staleness limits of each task that has some."""
-    try:
-        return msgspec.convert(manifest.extra.get("limits", {}), dict[str, Limits])
-    except (msgspec.ValidationError, InvalidInput) as error:
-        raise DamagedData(f"the limits of the checkpoint cannot be read: {error}") from None
 
 
 def saved_rows(checkpoint: Checkpoint) -> Iterator[Row]:

@@ -60,7 +60,7 @@ __all__ = [
     "open_checkpoint",
 ]
 
-ENVELOPE = Envelope("forebay-checkpoint", 1)
+ENVELOPE = Envelope("forebay-checkpoint", 2)  # 1: Forebay 0.1, whose accounts lack issued tokens
 MAX_RECORD_BYTES = 2**20
 
 _RECORD_FILE = re.compile(r"groups-[0-9a-f]{16}\.fbr", re.ASCII)

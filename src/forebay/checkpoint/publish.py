@@ -101,7 +101,7 @@ class Envelope:
         return data
 
     def open(self, data: bytes, path: Path) -> bytes:
-        """The body, byte for byte as it was sealed; DamagedData, or UnreadableData if a newer Forebay wrote it."""
+        """The body, byte for byte as it was sealed; DamagedData, or UnreadableData if it has another version."""
         try:
             found = _format_decoder.decode(data)
         except UNREADABLE as error:
@@ -111,6 +111,11 @@ class Envelope:
         if found.version > self.version:
             raise UnreadableData(
                 f"{path} has version {found.version}; this Forebay reads {self.version}: use a newer one"
+            )
+        if 1 <= found.version < self.version:
+            raise UnreadableData(
+                f"{path} has version {found.version}, which an older Forebay wrote; this Forebay reads only version "
+                f"{self.version}: finish that run with the older Forebay, or start a new run in another directory"
             )
         body = data[len(self._before_digest()) + 64 + len(_MIDDLE) : -len(_CLOSING)]
         if data != self._sealed(body):

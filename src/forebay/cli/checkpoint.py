@@ -10,11 +10,12 @@ from typing import Any
 import click
 import msgspec
 
-from forebay.checkpoint.contents import Contents, check_contents, saved_accounts, saved_limits
+from forebay.checkpoint.contents import Contents, check_contents, saved_accounts
 from forebay.checkpoint.format import Checkpoint, open_checkpoint
 from forebay.cli import show
 from forebay.core.ledger import End
 from forebay.core.report import date_text, size_text
+from forebay.core.staleness import NO_LIMITS
 from forebay.errors import DamagedData, ForebayError, InvalidInput
 
 __all__ = ["checkpoint"]
@@ -83,8 +84,10 @@ def info(path: Path, full: bool) -> None:
 
 def _described(path: Path, opened: Checkpoint, contents: Contents | None) -> dict[str, Any]:
     manifest = opened.manifest
-    tasks = {}
+    tasks, limits = {}, {}
     for task_name, account in sorted(saved_accounts(manifest).items()):
+        if account.limits != NO_LIMITS:
+            limits[task_name] = msgspec.structs.asdict(account.limits)
         ended = {str(end): account.ended.get(end, 0) for end in End}
         buffered = account.issued - sum(ended.values())
         tasks[task_name] = {"issued": account.issued, "buffered": buffered, **ended, "cursor": account.cursor}
@@ -100,7 +103,7 @@ def _described(path: Path, opened: Checkpoint, contents: Contents | None) -> dic
         "bytes": opened.file.bytes,
         "groups": opened.file.entries,
         "tasks": tasks,
-        "limits": {name: msgspec.structs.asdict(limits) for name, limits in sorted(saved_limits(manifest).items())},
+        "limits": limits,
     }
     if contents is not None:
         result["statuses"] = {name: dict(found) for name, found in sorted(contents.statuses.items())}

@@ -53,8 +53,9 @@ _IDLE_S = 10.0
 class Pool(Executor):
     """At most `max_threads` daemon threads, made when they are needed; they end when they are idle."""
 
-    def __init__(self, name: str, max_threads: int) -> None:
+    def __init__(self, name: str, max_threads: int, use: str = "") -> None:
         self.name = name
+        self.use = use or name
         self.max_threads = max_threads
         self.running = 0  # calls that were begun and have not ended
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
@@ -65,6 +66,11 @@ class Pool(Executor):
 
     def __repr__(self) -> str:
         return f"<Pool {self.name}: {self.running} of {self.max_threads} threads busy, {self._waiting} calls waiting>"
+
+    @property
+    def waiting(self) -> int:
+        """Calls that no thread has begun."""
+        return self._waiting
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Run a call in a thread."""
@@ -109,8 +115,8 @@ class Pool(Executor):
                 del future, call  # an idle thread holds nothing of its last call
 
 
-FILES = Pool("files", 8)
-DATA = Pool("data", 64)
+FILES = Pool("files", 8, "checkpoints and other files")
+DATA = Pool("data", 64, "data sets")
 
 
 class Turns:

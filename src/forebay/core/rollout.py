@@ -116,11 +116,28 @@ class SampleParams(msgspec.Struct, kw_only=True, frozen=True, gc=False):
                 what = "an integer" if kind is int else "a number"
                 end = "" if most == math.inf else f" to {most}"
                 raise InvalidInput(f"{name} is {value!r:.80}; expected {what} from {least}{end}")
+        for name in _PARAM_FLAGS:
+            flag = getattr(self, name)
+            if flag is not None and type(flag) is not bool:
+                raise InvalidInput(f"{name} is {flag!r:.80}; expected True, False or None")
+        if not _all_are(self.stop, str):
+            raise InvalidInput(f"stop is {self.stop!r:.80}; expected a tuple of strings")
+        if not _all_are(self.stop_token_ids, int) or any(token < 0 for token in self.stop_token_ids):
+            raise InvalidInput(f"stop_token_ids is {self.stop_token_ids!r:.80}; expected a tuple of token ids from 0")
+        if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidInput(f"min_tokens is {self.min_tokens}, but max_tokens only {self.max_tokens}")
         if self.n not in (None, 1):
             raise InvalidInput(
                 f"n is {self.n!r:.80}, but one request makes one sample of a group; give the sampler "
                 f"prompt_repeat_k={self.n!r:.80} instead"
             )
+
+
+_PARAM_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens")
+
+
+def _all_are(items: Any, kind: type) -> bool:
+    return isinstance(items, (tuple, list)) and all(type(item) is kind for item in items)
 
 
 _PARAM_RANGES: tuple[tuple[str, type[int] | type[float], int, float], ...] = (
@@ -133,6 +150,7 @@ _PARAM_RANGES: tuple[tuple[str, type[int] | type[float], int, float], ...] = (
     ("repetition_penalty", float, 0, math.inf),
     ("presence_penalty", float, -2, 2),
     ("frequency_penalty", float, -2, 2),
+    ("seed", int, -(2**63), 2**63 - 1),
 )
 
 

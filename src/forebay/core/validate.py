@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
-from numpy import integer, ndarray
+from numpy import generic, integer, ndarray
 
 from forebay.core.rollout import COLUMNS, FIELDS, RolloutState, Status, columns_of, versioned_tokens
 from forebay.errors import InvalidConfig, InvalidGroup, InvalidInput
@@ -27,6 +27,7 @@ __all__ = [
     "checked_task",
     "checked_wants",
     "integer_setting",
+    "plain_columns",
     "positive_seconds",
     "whole_number",
 ]
@@ -103,6 +104,22 @@ def check_group(group: Sequence[RolloutState], task_name: str) -> tuple[int | No
             "rollout ids, or distinct segments of one rollout"
         )
     return group_id, attempt
+
+
+def plain_columns(group: Sequence[RolloutState]) -> bool:
+    """Turn numpy scalars in token columns that are lists into Python numbers; whether there were any.
+
+    `[*state.response_ids, token]` puts them there if `response_ids` is an array. Costs a look at every item: call it
+    only for groups that would otherwise be refused.
+    """
+    found = False
+    for state in group:
+        for name in COLUMNS:
+            column = getattr(state, name)
+            if type(column) is list and any(isinstance(item, generic) for item in column):
+                setattr(state, name, [item.item() if isinstance(item, generic) else item for item in column])
+                found = True
+    return found
 
 
 def _check_columns(state: RolloutState) -> None:

@@ -19,8 +19,8 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -29,6 +29,7 @@ import httpx
 import msgspec
 
 from forebay.agent_loop.monitor import EngineGone, Process, ServerMonitor, Unreachable, is_step
+from forebay.agent_loop.names import NamedHosts
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.agent_loop.server import authorization, checked_url, fetch, is_refused
 from forebay.core.aio import Turns, in_thread, see_through
@@ -115,10 +116,30 @@ class EngineControl(ABC):
         self._loaded: _Loaded | None = None
         self._before: _Loaded | None = None  # the next update is compared with these
         self._step: int | None = None
+        self._updating: Outage | None = None  # of the update in progress
+        self._stage: tuple[str, float] | None = None  # why the control waits, and since when
         self._held = False  # the server must not generate: its weights may be broken
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.url}>"
+
+    def explain_wait(self) -> str | None:
+        """Why an update, or `idle`, waits now, for people; None if none is in progress."""
+        away = None if self._updating is None else self._updating.describe()
+        if away is not None:
+            return f"update_weights waits: {away}"
+        if self._stage is None:
+            return None
+        what, since = self._stage
+        return f"{self.url} {what}, for {time.monotonic() - since:.1f} s so far"
+
+    @contextmanager
+    def _at(self, stage: str) -> Iterator[None]:
+        before, self._stage = self._stage, (stage, time.monotonic())
+        try:
+            yield
+        finally:
+            self._stage = before
 
     # --- for users ------------------------------------------------------------------------------------
 
@@ -130,7 +151,8 @@ class EngineControl(ABC):
         if self._held:
             return
         try:
-            await self._hold()
+            with self._at(f"still runs requests (idle_timeout_s is {self.idle_timeout_s:g})"):
+                await self._hold()
         except EngineGone as gone:
             log.warning("idle_server_gone url=%s error=%s", self.url, gone)
         except BaseException:
@@ -160,7 +182,7 @@ class EngineControl(ABC):
         whole_number("model_step", model_step, least=0)
         directory, began = _absolute(path), time.monotonic()
         outage = Outage(self.url, self.down_timeout_s)
-        async with self._turns():
+        async with self._turns(), self._update_of(outage):
             tensors = await in_thread(lambda: read_weights(directory)) if self.verify else {}
             while True:
                 process: Process | None = None
@@ -188,6 +210,14 @@ class EngineControl(ABC):
         return WeightUpdate(
             model_step=model_step, path=str(directory), checked=checked, unchecked=unchecked, seconds=seconds
         )
+
+    @asynccontextmanager
+    async def _update_of(self, outage: Outage) -> AsyncIterator[None]:
+        self._updating = outage
+        try:
+            yield
+        finally:
+            self._updating = None
 
     async def version(self) -> str | None:
         """The version that the server reports for its weights."""
@@ -232,7 +262,8 @@ class EngineControl(ABC):
         """Load and check; the number of tensors that were checked, and of those that could not be."""
         held, self._held = self._held, True
         try:
-            await self._hold()
+            with self._at(f"still runs requests (idle_timeout_s is {self.idle_timeout_s:g})"):
+                await self._hold()
             if self.verify:
                 check_reloadable(await self._checksums(), self.url)
         except BaseException:
@@ -242,7 +273,8 @@ class EngineControl(ABC):
             raise
         self.monitor.doubt("an update of its weights has begun and has not ended")
         try:
-            await self._load_weights(directory, str(model_step))
+            with self._at(f"loads the weights of step {model_step} (load_timeout_s is {self.load_timeout_s:g})"):
+                await self._load_weights(directory, str(model_step))
             checksums = await self._checksums() if self.verify else {}
             counts = check(checksums)
             await self._drop_cache()
@@ -278,14 +310,20 @@ class EngineControl(ABC):
             assert step is not None
             if self.verify and await in_thread(lambda: read_weights(loaded.path)) != loaded.tensors:
                 raise EngineError(f"the weights at {loaded.path} changed since they were loaded; update the weights")
-            process = await self._reachable(self.monitor.find_start())
-            await self._load(
-                loaded.path,
-                loaded.tensors,
-                step,
-                process,
-                lambda checksums: self._check_same(loaded.checksums, checksums),
-            )
+            process: Process | None = None
+            try:
+                process = await self._reachable(self.monitor.find_start())
+                await self._load(
+                    loaded.path,
+                    loaded.tensors,
+                    step,
+                    process,
+                    lambda checksums: self._check_same(loaded.checksums, checksums),
+                )
+            except EngineError as error:
+                if not await self._is_away(error, process):
+                    raise
+                raise EngineGone(f"{self.url} went away while its weights were loaded again: {error}") from error
             log.warning("weights_loaded_again url=%s model_step=%d", self.url, step)
 
     def _check(self, baseline: _Loaded | None, tensors: Mapping[str, Tensor], checksums: Checksums) -> tuple[int, int]:
@@ -363,7 +401,8 @@ class EngineControl(ABC):
 
     def _client(self) -> httpx.AsyncClient:
         # A new client for every call: vLLM closes a connection after an error without announcing it.
-        return httpx.AsyncClient(trust_env=False, verify=self._tls, headers=self._headers)
+        transport = NamedHosts(httpx.AsyncHTTPTransport(trust_env=False, verify=self._tls))
+        return httpx.AsyncClient(trust_env=False, transport=transport, headers=self._headers)
 
     async def _get(self, path: str) -> bytes | None:
         async with self._client() as client:

@@ -6,9 +6,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 
-from forebay.agent_loop.monitor import EngineGone, Unreachable
+from forebay.agent_loop.monitor import Unreachable
 from forebay.agent_loop.server import until_idle
 from forebay.engines.control import EngineControl
 from forebay.engines.weights import Checksums
@@ -61,10 +62,10 @@ class VLLMControl(EngineControl):
         params = {"mode": "wait", "clear_cache": "false"}
         try:
             response = await self._post(path, timeout_s=self.idle_timeout_s, params=params)
-        except EngineGone:
-            raise
         except EngineError as error:
-            raise self._busy() from error
+            if isinstance(error.__cause__, httpx.ReadTimeout):
+                raise self._busy() from error
+            raise
         if not response.is_success:
             raise self._refused(path, response)
 

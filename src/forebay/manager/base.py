@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from forebay.buffer.buffer import ReplayBuffer
@@ -39,6 +40,7 @@ from forebay.produce.plan import over_issue
 from forebay.produce.settings import backoff_s
 from forebay.produce.stats import Figures, quantile
 from forebay.produce.strategy import too_many_rejections
+from forebay.storage.base import TaskSummary
 
 if TYPE_CHECKING:
     from forebay.checkpoint.format import Manifest
@@ -74,8 +76,12 @@ class Manager:
         self._met_store = False
         self._closed = False
         self._leased: set[int] = set()  # steps whose batch was handed out
+        self._leases: list[Lease] = []  # those that were open when the last batch was handed out
         self._seen: dict[str, Figures] = {}
         self._internals.produces(self, self.tasks)
+        outages = {id(task.agent_loop): task.agent_loop.outage for task in self.tasks.values() if task.weight > 0}
+        for outage in outages.values():  # producing stops only if all engines are unreachable
+            outage.peers = [other for other in outages.values() if other is not outage]
 
     @property
     def model_step(self) -> int:
@@ -89,21 +95,25 @@ class Manager:
 
     # --- producing ------------------------------------------------------------------------------------
 
-    async def _produce(self, sizes: Mapping[str, int], target: Callable[[str, LedgerLine], int | None]) -> bool:
+    async def _produce(
+        self, sizes: Mapping[str, int], target: Callable[[str, LedgerLine], int | None] | None = None
+    ) -> bool:
         """Have every task that has a target produce up to it, all together; whether all of it is there.
 
         `target(name, ledger of the task)` is asked when the ledger was read: a batch that is acknowledged meanwhile is
-        owed no more when it counts as trained. One task's exception stops the others and brings their groups back, and
-        then surfaces.
+        owed no more when it counts as trained. Without it the target is one complete batch in the buffer. One task's
+        exception stops the others and brings their groups back, and then surfaces.
         """
         spare = self._spare(sizes)
-        ledger = await self.replay_buffer.ledger()
+        targets: dict[str, int | None] = {name: None for name in self.tasks if sizes[name]}
+        if target is not None:
+            ledger = await self.replay_buffer.ledger()
+            owed = {name: target(name, ledger.get(name, {})) for name in self.tasks}
+            targets = {name: groups for name, groups in owed.items() if groups is not None}
         running: list[asyncio.Task[bool]] = []
-        for name in self.tasks:
-            groups = target(name, ledger.get(name, {}))
-            if groups is not None:
-                work = self._produce_task(name, sizes[name], groups, spare)
-                running.append(asyncio.create_task(work, name=f"produce {name}"))
+        for name, groups in targets.items():
+            work = self._produce_task(name, sizes[name], groups, spare)
+            running.append(asyncio.create_task(work, name=f"produce {name}"))
         if not running:
             return True
         try:
@@ -121,7 +131,7 @@ class Manager:
             raise failed[0]
         return all(task.result() for task in running)
 
-    async def _produce_task(self, name: str, batch_size: int, target: int, spare: int | None) -> bool:
+    async def _produce_task(self, name: str, batch_size: int, target: int | None, spare: int | None) -> bool:
         task = self.tasks[name]
         production = await task.strategy.produce(
             task.agent_loop,
@@ -134,7 +144,7 @@ class Manager:
             spare=spare,
         )
         if production.exhausted:
-            self._skip(name)
+            self._skip(name, production.rejections)
         if production.complete and production.available < production.target:
             raise ProduceError(
                 f"should_continue_fn of task {name!r} stopped at {production.available} of {production.target} groups, "
@@ -142,11 +152,11 @@ class Manager:
             )
         return production.complete
 
-    def _skip(self, name: str) -> None:
+    def _skip(self, name: str, rejections: int) -> None:
         """Filters reject everything of a task: plan its steps without it, until the next weight update."""
         left = [other for other, weight in self.progress.active_weights.items() if weight > 0 and other != name]
         if not left:
-            raise too_many_rejections(name, "groups", self.tasks[name].strategy.last_error(name))
+            raise too_many_rejections(name, rejections, self.tasks[name].strategy.last_error(name), skip=True)
         self.progress.skip_task(name, leased=self._leased)
         log.warning("task_skipped task=%s: filters reject all of its groups; tried again with newer weights", name)
         self._internals.nudge()
@@ -249,6 +259,7 @@ class Manager:
     async def _result(
         self, train_step: int, status: ProduceStatus, sizes: dict[str, int], lease: Lease | None, wait_s: float
     ) -> ProduceBatchResult:
+        self._leases = [held for held in (*self._leases, lease) if held is not None and held.open]
         try:
             statuses = (Status.INIT, Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
             counts = await self._patiently(lambda: self.replay_buffer.count_statuses(list(self.tasks), statuses))
@@ -282,6 +293,14 @@ class Manager:
             group_gen_p99_s=quantile(times, 0.99) if times else None,
             lease=lease,
         )
+
+    async def _settle_owed(self) -> None:
+        """Settle batches that could not be settled because the storage was away, before the next one is handed out.
+
+        Otherwise they would stay leased until this process ends. A step that is acknowledged here was trained on.
+        """
+        for lease in self._leases:
+            await self._patiently(lease.settle_owed)
 
     def _on_ack(self, train_step: int, began: bool) -> None:
         # Before the store has it: owing too little for a moment is harmless, owing a batch twice is not.
@@ -489,13 +508,18 @@ class Manager:
         summary = await self._internals.summary(self.tasks)
         for name, task in self.tasks.items():
             owed = self.progress.owed(name, self.progress.target_upto)
-            missing = max(0, summary.task(name).line()["trained"] + owed - summary.task(name).produced)
+            missing = self._missing(name, summary.task(name))
             lines.append(
                 f"task {name!r}: {missing} groups missing of {owed} owed up to step {self.progress.target_upto}; "
                 f"{task.strategy.in_flight(name)} in flight here"
             )
             lines += task.strategy.explain(name)
         return "\n".join(lines)
+
+    def _missing(self, name: str, summary: TaskSummary) -> int:
+        """Groups of a task that the planned steps still need."""
+        owed = self.progress.owed(name, self.progress.target_upto)
+        return max(0, summary.line()["trained"] + owed - summary.produced)
 
     def _describe(self) -> str:
         return (
@@ -510,13 +534,23 @@ class Manager:
         self._closed = True
         self._internals.produces(self, ())
         self._internals.nudge()
-        await self._close_strategies()
+        try:
+            await self._close_strategies()
+        finally:
+            with suppress(StorageUnavailable, BufferClosed):  # the next run then gets these batches again
+                for lease in self._leases:
+                    await lease.settle_owed()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *error: object) -> None:
-        await self.shutdown()
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            await self.shutdown()
+        except Exception:
+            if error is None:
+                raise
+            log.exception("shutdown_failed: after another error, which is raised")
 
 
 def _manifest_of(path: str | os.PathLike[str]) -> Manifest:

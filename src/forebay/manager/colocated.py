@@ -7,11 +7,12 @@ import os
 
 from forebay.buffer.lease import Lease
 from forebay.core.aio import Deadline
-from forebay.core.ledger import LedgerLine
+from forebay.core.rollout import Status
 from forebay.core.validate import whole_number
 from forebay.errors import InvalidInput, WaitTimeout
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
+from forebay.storage.base import TaskSummary
 
 __all__ = ["AgentLoopManager"]
 
@@ -74,6 +75,7 @@ class AgentLoopManager(Manager):
         self._refuse_what_is_too_old(train_step, model_step)
         self._producing = True
         try:
+            await self._settle_owed()
             await self._patiently(lambda: self._meet_store(train_step, model_step))
             if model_step > self.model_step:
                 self.progress.skipped.clear()
@@ -100,19 +102,24 @@ class AgentLoopManager(Manager):
 
     async def _attempt(self, batch_size: int, train_step: int) -> Lease | None:
         sizes = self.progress.plan(batch_size, train_step)
+        await self._internals.give_back_owed()  # before the producer waits for their room
         await self._set_clocks(train_step)
         wants = {name: groups for name, groups in sizes.items() if groups}
         with self._internals.asking(sizes):
-            complete = await self._produce(sizes, lambda name, line: self._target(sizes[name], line))
+            complete = await self._produce(sizes)
         self._check_open()
         await self._pause_strategies(self.tasks)
         if not complete:
             return None
         return await self._internals.try_lease(wants, train_step)
 
-    def _target(self, groups: int, line: LedgerLine) -> int | None:
-        # What others hold, also this manager's for another step, is not there for this one.
-        return line.get("trained", 0) + line.get("leased", 0) + groups if groups else None
+    def _missing(self, name: str, summary: TaskSummary) -> int:
+        # Leased groups, also those of this manager for another step, are not available for this one.
+        handed_out = sum(
+            step.sizes.get(name, 0) for number, step in self.progress.planned.items() if number in self._leased
+        )
+        completed = summary.fresh.get(Status.COMPLETED, 0)
+        return max(0, self.progress.owed(name, self.progress.target_upto) - handed_out - completed)
 
     async def _meet_store(self, train_step: int, model_step: int) -> None:
         """Before the first step changes anything: a store that was trained further, or drawn from another data set."""

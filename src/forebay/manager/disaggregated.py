@@ -68,7 +68,10 @@ class DisaggregatedAgentLoopManager(Manager):
     # --- the producer ---------------------------------------------------------------------------------
 
     async def produce_loop(self, batch_size: int) -> None:
-        """Fill the steps to come until `shutdown`. What goes wrong is raised here, and by the next `get_batch`."""
+        """Fill the steps to come until `shutdown`, or until the buffer is closed.
+
+        Errors are raised here, and by the next `get_batch`.
+        """
         self._check_open()
         whole_number("batch_size", batch_size, least=1)
         if self._loop_running is not None:
@@ -78,17 +81,15 @@ class DisaggregatedAgentLoopManager(Manager):
         self.progress.change_batch_size(batch_size)
         try:
             # For steps that an earlier run trained nothing may be generated with weights that are too old for them.
-            self._asked = max(self._asked, await self._store_step())
+            self._asked = max(self._asked, await self._patiently(self._store_step))
             self._set_clock()
             while not self._closed:
                 await self._patiently(lambda: self._produce_round(batch_size))
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            if self._closed:
-                return  # the buffer was closed under it
-            if isinstance(error, BufferClosed):
-                raise  # which whoever asks next hears from the buffer itself
+            if self._closed or isinstance(error, BufferClosed):
+                return  # the run is over; `get_batch` gets the error from the buffer
             self._failure = error
             log.warning("producer_failed", exc_info=error)
             raise
@@ -186,7 +187,8 @@ class DisaggregatedAgentLoopManager(Manager):
                 "batch size for both"
             )
         self._check_failure()
-        await self._refuse_store_ahead(train_step, self.model_step)
+        await self._settle_owed()
+        await self._patiently(lambda: self._refuse_store_ahead(train_step, self.model_step))
         if train_step > max(self.bound, self.progress.next_consumer_step):
             # Nothing can be there for it, and steps before it are not done: for those nothing may become too old now.
             return await self._result(train_step, ProduceStatus.EXPIRED_BATCH, {}, None, loop.time() - began)
@@ -295,11 +297,14 @@ class DisaggregatedAgentLoopManager(Manager):
     async def shutdown(self) -> None:
         """Stop the producer; what is in flight is back in the buffer when this returns. The buffer stays open."""
         self.producer_state = ProducerState.CLOSED
-        await super().shutdown()
-        if self._loop_running is not None:
-            cancelled = await see_through(self._loop_running)
-            if cancelled is not None:
-                raise cancelled
+        cancelled = None
+        try:
+            await super().shutdown()
+        finally:  # also if it failed: the caller may close the buffer next
+            if self._loop_running is not None:
+                cancelled = await see_through(self._loop_running)
+        if cancelled is not None:
+            raise cancelled
 
     async def stats(self) -> dict[str, float]:
         """See `Manager.stats`; also whether the producer runs."""
@@ -317,7 +322,11 @@ class DisaggregatedAgentLoopManager(Manager):
             producer = "not running (produce_loop was not started, or has ended)"
         else:
             producer = str(self.producer_state)
-        return (
-            f"{super()._describe()}; producer {producer}, filling step {self.progress.producer_future_step}, at most "
-            f"up to {self.bound}"
-        )
+        future = self.progress.producer_future_step
+        if future > self.bound:
+            filling = (
+                f"keeping the steps up to {self.bound} filled, the last one that these weights are fresh for"
+            )
+        else:
+            filling = f"filling step {future}, at most up to {self.bound}"
+        return f"{super()._describe()}; producer {producer}, {filling}"

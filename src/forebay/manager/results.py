@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from forebay.buffer.lease import Lease, Request
+from forebay.core.ledger import Event
 from forebay.core.rollout import RolloutState, Status, versioned_tokens
 from forebay.core.staleness import group_staleness
+from forebay.errors import StorageUnavailable
 from forebay.produce.stats import Figures, quantile
 
 __all__ = ["BatchRequest", "ProduceBatchResult", "ProduceStatus", "TaskResult", "describe_task"]
@@ -160,6 +162,10 @@ class BatchRequest(Request[ProduceBatchResult]):
     async def _awaited(self) -> ProduceBatchResult:
         result = await self._granted()
         if result.lease is not None:
-            await result.lease.settle_on_exit(None)
+            try:
+                await result.lease.settle_on_exit(None)
+            except StorageUnavailable:
+                result.lease.owed = Event.NACKED  # the caller does not get the groups
+                raise
             result.lease = None
         return result

@@ -22,7 +22,7 @@ from forebay.errors import InvalidDataset, InvalidInput
 from forebay.produce.inflight import Steps, Works
 from forebay.produce.judge import GroupReward, Judge, SampleReward
 from forebay.produce.progress import Progress, default_progress
-from forebay.produce.settings import Budgets, Timeouts
+from forebay.produce.settings import Budgets, Timeouts, checked_timeouts
 from forebay.produce.stats import Outcome
 from forebay.prompts.map_style import MapSource
 from forebay.prompts.sampler import Sampler
@@ -95,7 +95,7 @@ async def evaluate(
         name,
         buffer,
         judge,
-        Timeouts() if timeouts is None else timeouts,
+        checked_timeouts(timeouts),
         partial=False,
         max_tries=whole_number("max_tries", max_tries, least=1),
         tail_after=2**62,

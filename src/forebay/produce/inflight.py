@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,8 +26,8 @@ from forebay.buffer.internal import internals
 from forebay.core.aio import RESOLUTION_S, see_through
 from forebay.core.ledger import Place
 from forebay.core.record import Record
-from forebay.core.rollout import RolloutState, Status, group_status
-from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, InvalidInput, LostLease
+from forebay.core.rollout import RolloutState, Status, carries_response, group_status
+from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, InvalidInput, LostLease, RewardUnavailable
 from forebay.produce.judge import Judge, Judged, fail_judging, set_aside
 from forebay.produce.members import (
     collect,
@@ -99,12 +100,13 @@ class Works:
         self.failing: dict[int, bool] = {}  # groups of these failures; whether they ended as failed
         self.rejections_in_a_row = 0
         self.last_error: str | None = None
+        self.overran_pause = False  # whether the last error is of an attempt that a pause had to cancel
         self.broken: BaseException | None = None
         self.on_end: Callable[[Outcome, Sequence[RolloutState]], None] | None = None  # of an attempt
         self.stragglers: set[int] = set()
         self.batch_size = 1
         self.pausing = False
-        self.overdue = False  # a pause cancels what did not end in time
+        self.overdue: str | None = None  # the limit of a pause, which cancels the attempts that did not end within it
         self.pauses = 0  # asked for so far
         self._internals = internals(buffer)
         self._judge = judge
@@ -121,7 +123,11 @@ class Works:
         self._stages: dict[asyncio.Task[None], Stage] = {}
         self._suspects: dict[int, tuple[int, float]] = {}  # times cut short in a row; rests until
         self._judging_failed: float | None = None  # since when rewards or filters raise
+        self._not_judged: set[int] = set()  # groups for which they have raised since then
+        self._judged_at = 0.0  # when judging worked last
         self._aside: dict[int, tuple[float, int]] = {}  # how long groups were judged, and how often set aside
+        self._overran: set[int] = set()  # groups that a pause had to cancel, and that are not counted yet
+        self._overrun_pause = 0  # the last pause for which a failure was counted
         self._pause: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that the last group was started on
 
@@ -166,6 +172,11 @@ class Works:
     def exhausted(self) -> bool:
         """Whether so many groups in a row were rejected that something has to happen."""
         return self.rejections_in_a_row >= self._budgets.rejections(self.batch_size)
+
+    @property
+    def waiting_stragglers(self) -> set[int]:
+        """Groups that were returned `tail_after` times and are not in flight: they are drawn before all others."""
+        return self.stragglers - {stage.group_id for stage in self._stages.values()} if self.stragglers else set()
 
     @property
     def agent_loops(self) -> list[AgentLoop]:
@@ -273,7 +284,8 @@ class Works:
         self._unbegun.pop(task, None)
         clock, model_step = asyncio.get_running_loop().time, steps.model_step
         self._count_dropped(group)
-        issued, working = prepare(group, partial=self._partial)
+        known_step = None if agent_loop.takes_weights_while_running else model_step
+        issued, working = prepare(group, partial=self._partial, model_step=known_step)
         rewarded = {(state.rollout_id, state.segment) for state in issued if state.reward is not None}
         cancelled, seconds, tokens, judged = None, None, 0, Judged()
         judge_s: float | None = None
@@ -284,7 +296,7 @@ class Works:
                 members, error = self._what_there_is(issued, working), None
             else:
                 stage.name, stage.since = "generating", clock()
-                members, error, cancelled = await self._generate(issued, working, agent_loop)
+                members, error, cancelled = await self._generate(issued, working, agent_loop, steps)
                 seconds = None if members is issued else clock() - stage.since
                 tokens = new_tokens(members, issued)
             if cancelled is not None or not rested:
@@ -292,9 +304,11 @@ class Works:
                     set_aside(members)
             else:
                 stage.name, stage.since = "judging", clock()
+                answered = any(state.status is Status.COMPLETED for state in members)
                 judged, judge_error, cancelled = await self._judged(members, stage)
                 error = judge_error or error
-                judge_s = None if self._judge.idle else clock() - stage.since
+                if answered and not self._judge.idle and (judge_error or not any(state.unjudged for state in members)):
+                    judge_s = clock() - stage.since
         except Exception as wrong:
             # An unforeseen value in a sample; in any case the group goes back.
             log.exception("group_mishandled task=%s group=%s", self.task_name, issued[0].group_id)
@@ -354,7 +368,7 @@ class Works:
         self._suspects[group_id] = times, asyncio.get_running_loop().time() + backoff_s(times)
 
     async def _generate(
-        self, issued: list[RolloutState], working: list[RolloutState], agent_loop: AgentLoop
+        self, issued: list[RolloutState], working: list[RolloutState], agent_loop: AgentLoop, steps: Steps
     ) -> tuple[list[RolloutState], str | None, asyncio.CancelledError | None]:
         """The members as they came back, an error that cost a try, and a cancel meanwhile."""
         if all(state.status is Status.COMPLETED for state in issued):
@@ -378,15 +392,17 @@ class Works:
         raised = None if not generating.done() or generating.cancelled() else generating.exception()
         if isinstance(raised, EngineUnavailable):
             self.broken = self.broken or raised  # the strategy hears of it; the group lost nothing but time
-            return self._what_there_is(issued, working), None, cancelled
+            return self._what_there_is(issued, working, keep=True), None, cancelled
         cut = None
         if cancelled is not None or (in_time and generating.cancelled() and (self.pausing or agent_loop.paused)):
-            if not (self.overdue and cancelled is not None):
-                return self._what_there_is(issued, returned), None, cancelled
-            cut = f"did not end within pause_timeout_s={self._timeouts.pause_timeout_s:g} of a pause"
+            if self.overdue is None or cancelled is None:
+                return self._what_there_is(issued, returned, keep=agent_loop.outage.away), None, cancelled
+            cut = f"did not end within {self.overdue} of a pause"
         elif not in_time:
             cut = f"not generated within member_timeout_s={self._timeouts.member_timeout_s:g}"
         if cut is not None:
+            if cancelled is not None:
+                self._overran.add(group_id)
             self._cut_short(group_id)
             members = self._what_there_is(issued, returned)
             return members, settle_tries(members, issued, self._max_tries, aborted=cut), cancelled
@@ -398,9 +414,12 @@ class Works:
             missing = f"the agent loop raised {type(raised).__name__}: {raised}"
         if missing is not None:
             returned = self._finished(returned)
-        members = collect(issued, returned, partial=self._partial, missing=missing)
+        partial = self._partial or agent_loop.outage.away
+        latest = None if agent_loop.takes_weights_while_running else steps.model_step
+        members = collect(issued, returned, partial=partial, missing=missing, model_step=latest)
         asked = pauses != (self.pauses, agent_loop.pauses) or self.pausing or agent_loop.paused
-        aborted = None if asked else "the agent loop ended it early (ABORTED) although nobody asked for that"
+        excused = asked or agent_loop.excuses(issued)
+        aborted = None if excused else "the agent loop ended it early (ABORTED) although nobody asked for that"
         if aborted is not None and any(state.status is Status.ABORTED for state in members):
             self._cut_short(group_id)
         return members, settle_tries(members, issued, self._max_tries, aborted=aborted), None
@@ -430,18 +449,25 @@ class Works:
 
     async def _call(self, agent_loop: AgentLoop, working: list[RolloutState]) -> object:
         # In a coroutine of ours, so that one that is no coroutine function fails like any other.
-        return await agent_loop.generate_group(working, enable_partial_rollout=self._partial)
+        continues = any(state.status is not Status.COMPLETED and carries_response(state) for state in working)
+        return await agent_loop.generate_group(working, enable_partial_rollout=self._partial or continues)
 
     def _finished(self, returned: object) -> list[RolloutState]:
         states = returned if isinstance(returned, (list, tuple)) else ()
         return [state for state in states if isinstance(state, RolloutState) and state.status == Status.COMPLETED]
 
-    def _what_there_is(self, issued: Sequence[RolloutState], returned: object) -> list[RolloutState]:
-        """The members of a group that was stopped: those with an answer keep it, partial ones if they can continue."""
+    def _what_there_is(
+        self, issued: Sequence[RolloutState], returned: object, *, keep: bool = False
+    ) -> list[RolloutState]:
+        """The members of a group that was stopped: those with an answer keep it, partial ones if they can continue.
+
+        `keep`: partial ones keep their tokens also without partial rollout; the same weights continue them.
+        """
         for state in returned if isinstance(returned, (list, tuple)) else ():
             if isinstance(state, RolloutState) and state.status == Status.INIT:
                 state.status = Status.ABORTED
-        members = collect(issued, returned, partial=self._partial, missing="stopped", stopped=True)
+        partial = self._partial or keep
+        members = collect(issued, returned, partial=partial, missing="stopped", stopped=True)
         settle_tries(members, issued, self._max_tries + 1, spend=False)
         return members
 
@@ -469,12 +495,13 @@ class Works:
         """Reward and filter; how it went, the error if it cost a try, and a cancel meanwhile.
 
         While rewards or filters raise they are called again, with growing delays, and nothing is spent before
-        `judge_give_up_s`. In a pause there is little time.
+        `judge_give_up_s`. If they fail for all groups, producing ends then, and nothing is spent. A pause shortens the
+        time.
         """
         if self._judge.idle or not any(state.status is Status.COMPLETED for state in members):
             return Judged(), None, None
         clock = asyncio.get_running_loop().time
-        began, times = clock(), 0
+        began, times, failing_since = clock(), 0, None
         # Over all attempts: a pause must not begin the time of a reward that hangs again.
         before_s, aside = self._aside.pop(stage.group_id, (0.0, 0))
         deadline = began + self._timeouts.judge_give_up_s - before_s
@@ -491,7 +518,15 @@ class Works:
                 return judged, None, cancelled
             times += 1
             delay_s = backoff_s(times)
+            failing_since = clock() if failing_since is None else failing_since
+            away_since = self._away_since(stage, judged, began if judged.hung else failing_since)
+            if away_since is not None and judged.passing:
+                deadline = max(deadline, away_since + self._timeouts.judge_give_up_s)
             if not judged.passing or clock() + delay_s >= deadline - RESOLUTION_S:
+                if away_since is not None:
+                    set_aside(members)
+                    self._break(away_since, judged)
+                    return Judged(), None, cancelled
                 return judged, fail_judging(members, judged, self._max_tries), cancelled
             stage.note = f"repeated after {judged.error}"
             try:
@@ -500,6 +535,7 @@ class Works:
                 cancelled = stopped
             if cancelled is not None or self.pausing:
                 set_aside(members)
+                self._aside[stage.group_id] = before_s + clock() - began, aside
                 return Judged(), None, cancelled
 
     async def _judge_once(
@@ -525,8 +561,10 @@ class Works:
         members[:] = [independent(state.__copy__()) for state in members]  # a thread may still change the others
         if cancelled is not None or (hurried and not in_time):
             return None, cancelled
+        if not in_time:
+            self._cut_short(group_id)  # no batch waits for its next attempt
         error = "judging cancelled itself" if in_time else f"not judged within {self._timeouts.judge_give_up_s:g} s"
-        return Judged(error, rewarded=self._judge.reward_fn is None), None
+        return Judged(error, rewarded=self._judge.reward_fn is None, hung=not in_time), None
 
     def _note_outage(self, stage: Stage, judged: Judged) -> None:
         """One line when judging begins to fail, and one when it works again."""
@@ -536,12 +574,48 @@ class Works:
                 seconds = now - self._judging_failed
                 log.warning("judging_works_again task=%s seconds=%.1f", self.task_name, seconds)
             self._judging_failed = None
-        elif self._judging_failed is None and judged.passing:
-            self._judging_failed = now
+            self._not_judged.clear()
+            self._judged_at = now
+            return
+        if not judged.passing and not judged.hung:
+            return
+        self._not_judged.add(stage.group_id)
+        if self._judging_failed is None:
+            self._judging_failed = max(stage.since, self._judged_at) if judged.hung else now
             log.warning(
                 "judging_failed task=%s group=%d error=%s: repeated, and nothing is spent, for judge_give_up_s=%g",
                 self.task_name, stage.group_id, judged.error, self._timeouts.judge_give_up_s,
             )  # fmt: skip
+
+    def _away_since(self, stage: Stage, judged: Judged, since: float) -> float | None:
+        """The time since when judging has failed for several groups and worked for none; None if it has not."""
+        failed = self._judging_failed
+        if not (judged.passing or judged.hung) or failed is None or failed > since + RESOLUTION_S:
+            return None
+        others = self._not_judged - {stage.group_id}
+        if judged.hung:  # the others have not timed out yet
+            began = asyncio.get_running_loop().time() - self._timeouts.judge_give_up_s / 2
+            others |= {other.group_id for other in self.stages if other.name == "judging" and other.since <= began}
+        return failed if others - {stage.group_id} else None
+
+    def _break(self, away_since: float, judged: Judged) -> None:
+        seconds = asyncio.get_running_loop().time() - away_since
+        self.broken = self.broken or RewardUnavailable(
+            f"judging groups of task {self.task_name!r} has failed for {seconds:.0f} s, and worked for none of them "
+            f"(judge_give_up_s={self._timeouts.judge_give_up_s:g}); the last error: {judged.error}. No try was spent, "
+            "and the responses are kept; produce again when the reward or filter works"
+        )
+
+    def forget_outage(self) -> None:
+        """Producing ended because of an outage of the reward: the next call gives the reward its full time again.
+
+        No batch relies on groups for which it failed: if they are the cause, other prompts replace them.
+        """
+        for group_id in self._not_judged:
+            self._cut_short(group_id)
+        self._not_judged.clear()
+        self._judging_failed = None
+        self._aside.clear()
 
     def _pause_future(self) -> asyncio.Future[None]:
         loop = asyncio.get_running_loop()
@@ -568,7 +642,9 @@ class Works:
                 if resort == "without any":
                     raise
                 log.warning("group_refused task=%s group=%s error=%s", self.task_name, back.issued[0].group_id, refused)
-                error = f"what the agent loop returned cannot be stored: {refused}"
+                by_judge = self._judge.rewards and re.search(r"\$\[\d+\]\.reward\b", str(refused))
+                what = "the reward" if by_judge else "what the agent loop returned"
+                error = f"{what} cannot be stored: {refused}"
                 everyone = resort == "without those that are refused"
                 members = refused_members(members, back.issued, error, everyone=everyone)
                 settle_tries(members, back.issued, self._max_tries)
@@ -578,8 +654,13 @@ class Works:
 
     def _count(self, outcome: Outcome) -> None:
         self.figures.count(outcome)
+        overran = outcome.group_id in self._overran
+        self._overran.discard(outcome.group_id)
         if outcome.failed:
-            self.failures_in_a_row += 1
+            # A pause cancels all running groups at once, for the same reason, so they count as one failure.
+            self.failures_in_a_row += not overran or self._overrun_pause != self.pauses
+            self._overrun_pause = self.pauses if overran else self._overrun_pause
+            self.overran_pause = overran
             self.failing[outcome.group_id] = outcome.status is Status.FAILED
             self.last_error = outcome.error
         if outcome.kept is not None:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -40,13 +42,14 @@ class Judged(NamedTuple):
     """The result of judging. `error`: the exception, or the problem with a score or verdict.
 
     `passing`: it may be an outage, so judging can be repeated. `rewarded`: the rewards were given, and a later step
-    failed. `rejected`: the reason of a filter.
+    failed. `rejected`: the reason of a filter. `hung`: it did not end in time.
     """
 
     error: str | None = None
     passing: bool = False
     rewarded: bool = False
     rejected: str | None = None
+    hung: bool = False
 
 
 class Judge:
@@ -72,7 +75,7 @@ class Judge:
         self.group_reward_fn = group_reward_fn
         self.filters = tuple(filters)
         self.concurrency = whole_number("reward_concurrency", concurrency, least=1)
-        self.pool = Pool("judge", concurrency)
+        self.pool = Pool("judge", concurrency, "rewards and filters")
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._warned: set[int] = set()
         self._calls: dict[Any, asyncio.Future[Any]] = {}  # in threads
@@ -82,6 +85,11 @@ class Judge:
         """Whether there are no rewards and no filters."""
         return self.reward_fn is None and self.group_reward_fn is None and not self.filters
 
+    @property
+    def rewards(self) -> bool:
+        """Whether there are reward functions."""
+        return self.reward_fn is not None or self.group_reward_fn is not None
+
     async def judge(self, members: list[RolloutState], *, keep_rejected: bool = False) -> Judged:
         """Reward the COMPLETED members, and filter the group if it is complete.
 
@@ -89,7 +97,7 @@ class Judge:
         """
         error = await self._reward(members)
         if error is not None:
-            return Judged(f"the reward raised {_describe(error)}", passing=not isinstance(error, InvalidInput))
+            return Judged(_describe(error, "the reward raised "), passing=not isinstance(error, InvalidInput))
         if not all(state.status is Status.COMPLETED for state in members):
             return Judged()
         try:
@@ -113,7 +121,7 @@ class Judge:
         if is_cheap(function):
             results = [self._called(function, state) for state in todo]
             if any(inspect.isawaitable(result) for result in results):
-                results = await _all_ended([self._awaited(result) for result in results])
+                results = await _all_ended([self._awaited(function, result) for result in results])
         else:
             results = await _all_ended([self._result(function, state) for state in todo])
         failed: Exception | None = None
@@ -121,7 +129,7 @@ class Judge:
             try:
                 if isinstance(result, Exception):
                     raise result
-                state.reward = _as_reward(result)
+                state.reward = _reward_of(state, result, function)
                 group_reward((state,))
             except Exception as raised:
                 state.reward = None
@@ -129,17 +137,16 @@ class Judge:
         return failed
 
     async def _reward_group(self, reward: GroupReward, members: list[RolloutState]) -> None:
+        before = [state.reward for state in members]
         given = await self._result(reward, list(members))  # a copy, so that the function cannot remove members
-        if given is None:
-            return
+        given = [None] * len(members) if given is None else given
         if len(given) != len(members):
             raise InvalidInput(
                 f"group_reward_fn returned {len(given)} rewards for {len(members)} members; the numbers must match"
             )
-        rewards = [_as_reward(score) for score in given]
-        before = [state.reward for state in members]
-        _set_rewards(members, rewards)
         try:
+            rewards = [_reward_of(state, score, reward) for state, score in zip(members, given, strict=True)]
+            _set_rewards(members, rewards)
             group_reward(members)  # refuses scores that are not numbers
         except Exception:
             _set_rewards(members, before)  # samples with invalid rewards could not be stored
@@ -165,12 +172,12 @@ class Judge:
             result = self._called(function, argument)
             if isinstance(result, Exception):
                 raise result
-            return await self._awaited(result)
+            return await self._awaited(function, result)
         async with self._slot():
             if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-                return await function(argument)
+                return await self._watched(function, function(argument))
             result = await self._in_thread(function, argument)
-            return await result if inspect.isawaitable(result) else result
+            return await self._watched(function, result) if inspect.isawaitable(result) else result
 
     async def _in_thread(self, function: Callable[[Any], Any], argument: Any) -> Any:
         """The result of a call in a thread. A cancel leaves the call behind; a repeated call waits for the first one.
@@ -184,11 +191,17 @@ class Judge:
             calling.add_done_callback(lambda done: self._calls.pop(key, None) if self._calls.get(key) is done else None)
         return await asyncio.shield(calling)
 
-    async def _awaited(self, result: Any) -> Any:
+    async def _awaited(self, function: Callable[[Any], Any], result: Any) -> Any:
         if isinstance(result, Exception) or not inspect.isawaitable(result):
             return result
         async with self._slot():
+            return await self._watched(function, result)
+
+    async def _watched(self, function: Callable[[Any], Any], result: Awaitable[Any]) -> Any:
+        """Await the result of a user function, and warn if it blocks the event loop."""
+        if not inspect.iscoroutine(result):
             return await result
+        return await _stepwise(result, lambda seconds: self._note_hold(function, seconds, cheap=False))
 
     def _called(self, function: Callable[[Any], Any], argument: Any) -> Any:
         began = time.perf_counter()
@@ -197,20 +210,42 @@ class Judge:
         except Exception as error:
             return error
         finally:
-            seconds = time.perf_counter() - began
-            if seconds > _LONG_CALL_S and id(function) not in self._warned:
-                self._warned.add(id(function))
-                log.warning(
-                    "loop_held function=%s seconds=%.3f: on_loop declares it cheap, but it blocks the event loop; "
-                    "without on_loop it runs in a thread",
-                    getattr(function, "__qualname__", function), seconds,
-                )  # fmt: skip
+            self._note_hold(function, time.perf_counter() - began, cheap=True)
+
+    def _note_hold(self, function: Callable[[Any], Any], seconds: float, *, cheap: bool) -> None:
+        if seconds > _LONG_CALL_S and id(function) not in self._warned:
+            self._warned.add(id(function))
+            declared = "on_loop declares it cheap, but it" if cheap else "it is async, but between two awaits it"
+            other = "without on_loop it runs in a thread" if cheap else "a plain function runs in a thread"
+            log.warning(
+                "loop_held function=%s seconds=%.3f: %s blocks the event loop; %s",
+                getattr(function, "__qualname__", function), seconds, declared, other,
+            )  # fmt: skip
 
     def _slot(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = (loop, asyncio.Semaphore(self.concurrency))
         return self._slots[1]
+
+
+@types.coroutine
+def _stepwise(work: Coroutine[Any, Any, Any], note: Callable[[float], None]) -> Generator[Any, Any, Any]:
+    """Run a coroutine, and call `note` with the seconds of each step between two suspensions."""
+    value: Any = None
+    error: BaseException | None = None
+    while True:
+        began = time.perf_counter()
+        try:
+            awaited = work.send(value) if error is None else work.throw(error)
+        except StopIteration as ended:
+            return ended.value
+        finally:
+            note(time.perf_counter() - began)
+        try:
+            value, error = (yield awaited), None
+        except BaseException as raised:
+            value, error = None, raised
 
 
 def set_aside(members: Sequence[RolloutState]) -> None:
@@ -245,8 +280,12 @@ def _answer_key(state: RolloutState) -> Any:
     return state.task_name, state.rollout_id, state.segment, state.response
 
 
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+class _BadReward(InvalidInput):
+    """A function returned something that is not a reward; the message names the function."""
+
+
+def _describe(error: Exception, prefix: str = "") -> str:
+    return str(error) if isinstance(error, _BadReward) else f"{prefix}{type(error).__name__}: {error}"
 
 
 def _set_rewards(members: Sequence[RolloutState], rewards: Sequence[dict[str, Any] | None]) -> None:
@@ -254,16 +293,41 @@ def _set_rewards(members: Sequence[RolloutState], rewards: Sequence[dict[str, An
         state.reward = reward
 
 
-def _as_reward(score: Any) -> dict[str, Any] | None:
+def _reward_of(state: RolloutState, score: Any, function: Callable[..., Any]) -> dict[str, Any]:
+    """The reward of a sample: the result of the function, or `reward` if the function or the agent loop set it."""
+    score = state.reward if score is None else score
+    name = getattr(function, "__qualname__", function)
+    sample = f"for rollout {state.rollout_id} of group {state.group_id}"
     if score is None:
-        return None
-    if isinstance(score, dict):
-        return {name: value.item() if isinstance(value, np.generic) else value for name, value in score.items()}
-    if isinstance(score, (bool, int, float, np.number, np.bool_)):
-        return {"score": float(score)}
+        raise _BadReward(f"{name} returned None {sample}, and `reward` is not set; return its score, or set `reward`")
     if isinstance(score, RolloutState):
-        raise InvalidInput("a reward function returned a sample; return its score, or None if it set `reward` itself")
-    raise InvalidInput(f"a reward is {score!r:.80}; expected a number, a dict with a 'score', or None")
+        raise _BadReward(f"{name} returned a sample; return its score, or None if it set `reward` itself")
+    reward = _as_reward(score)
+    if reward is None or not _is_finite(reward.get("score", 0.0)):
+        raise _BadReward(
+            f"{name} returned {score!r:.80} {sample}; expected a finite number, a dict whose 'score', if any, is "
+            "a finite number, or None if it set `reward` itself"
+        )
+    return reward
+
+
+def _as_reward(score: Any) -> dict[str, Any] | None:
+    """The reward as it is stored; None if the score is invalid."""
+    if isinstance(score, dict):
+        return {name: _plain(value) for name, value in score.items()}
+    number = _plain(score)
+    return {"score": float(number)} if isinstance(number, (bool, int, float)) else None
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of numpy or torch as a number of Python; any other value unchanged."""
+    if isinstance(value, np.generic) or (getattr(value, "shape", None) == () and hasattr(value, "item")):
+        return value.item()
+    return value
+
+
+def _is_finite(score: Any) -> bool:
+    return score is None or (isinstance(score, (bool, int, float)) and math.isfinite(score))
 
 
 async def _all_ended(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:

@@ -29,6 +29,7 @@ from forebay.core.rollout import (
 )
 from forebay.core.validate import check_group
 from forebay.errors import InvalidGroup, InvalidInput
+from forebay.produce.contents import check_contents
 from forebay.prompts.records import independent
 
 __all__ = [
@@ -59,8 +60,14 @@ def untrusted_responses(group: Sequence[RolloutState]) -> int:
     return sum(state.status in (Status.INIT, Status.EXPIRED) and carries_response(state) for state in group)
 
 
-def prepare(group: Sequence[RolloutState], *, partial: bool) -> tuple[list[RolloutState], list[RolloutState]]:
-    """The members as issued, which must not be changed, and copies for the agent loop."""
+def prepare(
+    group: Sequence[RolloutState], *, partial: bool, model_step: int | None = None
+) -> tuple[list[RolloutState], list[RolloutState]]:
+    """The members as issued, which must not be changed, and copies for the agent loop.
+
+    `model_step`: the step of the weights that generate now. Without partial rollout a member continues only if all of
+    its tokens are from these weights: an outage of the engine interrupted it.
+    """
     issued: list[RolloutState] = []
     for samples in _rollouts(group):
         if all(is_answered(state) for state in samples):
@@ -69,7 +76,8 @@ def prepare(group: Sequence[RolloutState], *, partial: bool) -> tuple[list[Rollo
             issued += samples
             continue
         state = min(samples, key=lambda sample: sample.segment)
-        continues = partial and len(samples) == 1 and state.status is Status.ABORTED and carries_response(state)
+        continues = len(samples) == 1 and state.status is Status.ABORTED and carries_response(state)
+        continues = continues and (partial or _is_of(state, model_step))
         if not continues and not is_as_issued(state):
             prompt = state.issued
             state = reset_response(state)
@@ -77,6 +85,12 @@ def prepare(group: Sequence[RolloutState], *, partial: bool) -> tuple[list[Rollo
         state.status, state.finish_reason, state.error_msg, state.unjudged = Status.INIT, None, None, False
         issued.append(state)
     return issued, [independent(state.__copy__()) for state in issued]
+
+
+def _is_of(state: RolloutState, model_step: int | None) -> bool:
+    """Whether a sample has tokens, and the weights of this step generated all of them."""
+    tokens = versioned_tokens(state)
+    return bool(tokens) and state.version_spans == ((model_step, tokens),)
 
 
 def _rollouts(group: Sequence[RolloutState]) -> list[list[RolloutState]]:
@@ -94,18 +108,20 @@ def collect(
     partial: bool,
     missing: str | None = None,
     stopped: bool = False,
+    model_step: int | None = None,
 ) -> list[RolloutState]:
     """The members after an attempt, each COMPLETED, ABORTED, FILTERED or FAILED with its error.
 
     `missing`: the error of members that were not returned or have no status; by default the agent loop is at fault.
     `stopped`: the attempt was stopped from outside, so that missing members are ABORTED as they were and not FAILED.
+    `model_step`: the step of the weights of the engine, if it is known.
     """
     answers: dict[int | None, list[RolloutState]] = {}
     for state in returned if isinstance(returned, (list, tuple)) else ():
         if isinstance(state, RolloutState) and isinstance(state.rollout_id, (int, np.integer)):
             answers.setdefault(int(state.rollout_id), []).append(state)
     members: list[RolloutState] = []
-    sound = _is_sound([state for states in answers.values() for state in states], issued[0])
+    sound = _is_sound([state for states in answers.values() for state in states], issued[0], model_step)
     for prompts in _rollouts(issued):
         given = answers.get(prompts[0].rollout_id, ())
         if all(prompt.status is Status.COMPLETED for prompt in prompts):
@@ -113,14 +129,19 @@ def collect(
         elif stopped and not given:
             members.append(_stopped(prompts[0].__copy__(), prompts[0], partial))
         else:
-            members += _answered(prompts[0], given, partial, missing, sound)
+            members += _answered(prompts[0], given, partial, missing, sound, model_step)
     return members
 
 
 def _answered(
-    prompt: RolloutState, answers: Sequence[RolloutState], partial: bool, missing: str | None, sound: bool
+    prompt: RolloutState,
+    answers: Sequence[RolloutState],
+    partial: bool,
+    missing: str | None,
+    sound: bool,
+    model_step: int | None,
 ) -> list[RolloutState]:
-    problem = None if sound and answers else _problem(prompt, answers)
+    problem = None if sound and answers else _problem(prompt, answers, model_step)
     if problem is None and any(answer.status is Status.INIT for answer in answers):
         problem = missing or "the agent loop returned it without a status"
     if problem is not None:
@@ -137,7 +158,9 @@ def _answered(
         return [failed_member(prompt, failed.error_msg or f"the engine ended with {failed.finish_reason!r}")]
     if any(answer.status is Status.ABORTED for answer in answers):
         # Several segments are replaced by the prompt: an incomplete trace cannot be continued.
-        return [_stopped(answers[0] if len(answers) == 1 else None, prompt, partial)]
+        # A tool that the loop left running may still change the answer, so it is copied.
+        kept = independent(answers[0].__copy__()) if partial and len(answers) == 1 else None
+        return [_stopped(kept, prompt, partial)]
     return list(answers)
 
 
@@ -167,12 +190,12 @@ def _continues(answer: RolloutState, prompt: RolloutState) -> bool:
     return before is not None and after is not None and list(after[: len(before)]) == list(before)
 
 
-def _is_sound(answers: Sequence[RolloutState], prompt: RolloutState) -> bool:
+def _is_sound(answers: Sequence[RolloutState], prompt: RolloutState, model_step: int | None) -> bool:
     """Whether all answers are valid. One check for all of them is cheaper, and nearly always succeeds."""
-    return bool(answers) and _problem(prompt, answers) is None
+    return bool(answers) and _problem(prompt, answers, model_step) is None
 
 
-def _problem(prompt: RolloutState, answers: Sequence[RolloutState]) -> str | None:
+def _problem(prompt: RolloutState, answers: Sequence[RolloutState], model_step: int | None) -> str | None:
     """The problem with the answers to one member, or None."""
     if not answers:
         return "the agent loop did not return it"
@@ -190,6 +213,7 @@ def _problem(prompt: RolloutState, answers: Sequence[RolloutState]) -> str | Non
             if answer.reward is not None:
                 group_reward((answer,))
         check_group(answers, prompt.task_name or "")
+        check_contents(answers, model_step)
     except (InvalidGroup, TypeError, ValueError, AttributeError) as error:
         return str(error)
     return None

@@ -43,25 +43,25 @@ def waiting_again(expired: int, aborted: int, *, partial: bool) -> int:
     return expired if partial else expired + aborted
 
 
-def make_plan(*, trigger: int, waiting: int, straggling: bool, partial: bool, budget: int) -> Plan:
+def make_plan(*, trigger: int, waiting: int, partial: bool, budget: int) -> Plan:
     """The groups that the next batch draws first.
 
     With trigger N, groups that have to start again wait until there are N of them; they are then drawn first, without
-    over-issue, so that they finish. Trigger 0 draws them at once, -1 never. `straggling`: a group was returned so often
-    that it would starve. With a trigger of 0 or more it is drawn first, and the over-issue stays, so that the batch can
-    complete without it. `partial`: interrupted groups keep their tokens.
+    over-issue, so that they finish. Trigger 0 draws them at once, -1 never. `partial`: interrupted groups keep their
+    tokens. Stragglers are drawn before all others in any case, and do not change the plan: the over-issue stays, so
+    that the batch can complete without them.
 
-    >>> make_plan(trigger=3, waiting=2, straggling=False, partial=True, budget=4).tail
+    >>> make_plan(trigger=3, waiting=2, partial=True, budget=4).tail
     False
-    >>> make_plan(trigger=3, waiting=3, straggling=False, partial=True, budget=4).budget
+    >>> make_plan(trigger=3, waiting=3, partial=True, budget=4).budget
     0
-    >>> plan = make_plan(trigger=0, waiting=1, straggling=False, partial=True, budget=4)
+    >>> plan = make_plan(trigger=0, waiting=1, partial=True, budget=4)
     >>> [str(status) for status in plan.statuses], plan.budget
     (['init', 'expired', 'aborted'], 4)
     """
     tail = trigger > 0 and waiting >= trigger
     # At 0, groups that are returned while the batch is produced are drawn at once, too.
-    if trigger == 0 or tail or (straggling and trigger > 0):
+    if trigger == 0 or tail:
         statuses: tuple[Status, ...] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
     elif partial or trigger < 0:
         # An interrupted group that keeps its tokens continues at once; at -1 no tail batch would ever draw it.

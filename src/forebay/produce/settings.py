@@ -9,7 +9,7 @@ import msgspec
 from forebay.core.validate import positive_seconds, whole_number
 from forebay.errors import InvalidConfig
 
-__all__ = ["Budgets", "Timeouts", "backoff_s"]
+__all__ = ["Budgets", "Timeouts", "backoff_s", "checked_budgets", "checked_timeouts"]
 
 WhenExhausted: TypeAlias = Literal["raise", "accept", "skip"]
 
@@ -67,6 +67,20 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.max_consecutive_rejections is not None:
             return self.max_consecutive_rejections
         return 20 * max(1, batch_size)
+
+
+def checked_timeouts(timeouts: Timeouts | None) -> Timeouts:
+    """The timeouts, or the default ones; InvalidConfig for any other type."""
+    if timeouts is not None and not isinstance(timeouts, Timeouts):
+        raise InvalidConfig(f"timeouts is {timeouts!r:.80}; expected forebay.Timeouts(...) or None")
+    return Timeouts() if timeouts is None else timeouts
+
+
+def checked_budgets(budgets: Budgets | None) -> Budgets:
+    """The budgets, or the default ones; InvalidConfig for any other type."""
+    if budgets is not None and not isinstance(budgets, Budgets):
+        raise InvalidConfig(f"budgets is {budgets!r:.80}; expected forebay.Budgets(...) or None")
+    return Budgets() if budgets is None else budgets
 
 
 def backoff_s(times: int) -> float:

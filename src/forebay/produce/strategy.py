@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import msgspec
 
 from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.explain import full_pools
 from forebay.buffer.internal import internals
 from forebay.core.aio import DATA, RESOLUTION_S, see_through
 from forebay.core.ledger import Clock, End, Place
@@ -30,6 +31,7 @@ from forebay.errors import (
     EngineUnavailable,
     InvalidConfig,
     InvalidInput,
+    RewardUnavailable,
     TooManyFailures,
     TooManyRejections,
 )
@@ -38,7 +40,7 @@ from forebay.produce.inflight import STAGES, Stage, Steps, Works, look_at
 from forebay.produce.judge import GroupReward, Judge, SampleReward
 from forebay.produce.plan import Plan, make_plan, over_issue, to_start, waiting_again
 from forebay.produce.progress import Progress, default_progress
-from forebay.produce.settings import Budgets, Timeouts
+from forebay.produce.settings import Budgets, Timeouts, checked_budgets, checked_timeouts
 from forebay.produce.stats import Figures
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 from forebay.storage.base import TaskSummary
@@ -57,6 +59,7 @@ class Production(msgspec.Struct, frozen=True, kw_only=True):
     task_name: str
     complete: bool
     exhausted: bool = False  # filters reject everything, and the task is to be skipped
+    rejections: int = 0  # groups in a row that filters rejected last
     target: int
     available: int
     started: int
@@ -130,8 +133,8 @@ class ProduceStrategy:
         if should_continue_fn is not None and not callable(should_continue_fn):
             raise InvalidConfig(f"should_continue_fn is {should_continue_fn!r:.80}; expected a function of (A, T)")
         self.should_continue_fn = should_continue_fn
-        self.timeouts = Timeouts() if timeouts is None else timeouts
-        self.budgets = Budgets() if budgets is None else budgets
+        self.timeouts = checked_timeouts(timeouts)
+        self.budgets = checked_budgets(budgets)
         self.progress = default_progress() if progress is None else progress
         filters = () if is_valid_sample_fn is None else is_valid_sample_fn
         self.judge = Judge(
@@ -178,8 +181,9 @@ class ProduceStrategy:
     ) -> Production:
         """Fill the buffer until a batch of COMPLETED groups is there for `train_step`.
 
-        `target`: how many groups of the task shall be available or trained in all (by default one batch more than
-        were taken so far). An exception or a cancel brings everything in flight back into the buffer first.
+        `target`: the total number of groups of the task that shall be available or trained. By default one batch more
+        than are leased or trained, at any moment: a lease that is returned meanwhile counts as available. An exception
+        or a cancel brings everything in flight back into the buffer first.
         """
         whole_number("train_step", train_step, least=1)
         whole_number("model_step", model_step, least=0)
@@ -231,6 +235,8 @@ class ProduceStrategy:
         except BaseException as error:
             await self._stop(task)
             task.works.broken = None  # of those that were stopped: the first error is the one to hear of
+            if isinstance(error, RewardUnavailable):
+                task.works.forget_outage()
             if isinstance(error, EngineUnavailable):
                 task.told.clear()  # producing again says that the weights were pushed again
             raise
@@ -253,9 +259,6 @@ class ProduceStrategy:
         pauses = works.pauses
         await works.bring_back()
         summary = await self._set_clock(task, steps.train_step)
-        if target is None:
-            line = summary.line()
-            target = line["trained"] + line["leased"] + batch_size
         if task.told.get(agent_loop) != steps.model_step and not agent_loop.takes_weights_while_running:
             await agent_loop.weights_loaded(steps.model_step)
             task.told[agent_loop] = steps.model_step
@@ -274,26 +277,29 @@ class ProduceStrategy:
             while True:
                 self._check(works)
                 skip = works.exhausted and self.budgets.when_exhausted == "skip"
+                flying = works.relied_on  # read first: a group that returns meanwhile would be in neither count
                 summary = await self._summary(task)
-                available = summary.produced
-                enough = not self._should_continue(available, target)
-                self.progress.update(task_name, available, target, works.in_flight, works.figures)
+                # Computed each time: leased groups may return to the buffer before the batch is complete.
+                available, goal = summary.produced, summary.taken + batch_size if target is None else target
+                enough = not self._should_continue(available, goal)
+                self.progress.update(task_name, available, goal, works.in_flight, works.figures)
                 if enough or skip or works.pausing or agent_loop.paused or stopped():  # another task may pause the loop
                     return Production(
                         task_name=task_name,
                         complete=enough,
                         exhausted=skip and not enough,
-                        target=target,
+                        rejections=works.rejections_in_a_row,
+                        target=goal,
                         available=available,
                         started=started,
                         tail=plan.tail,
                         seconds=loop.time() - began,
                     )
                 missing = to_start(
-                    target=target,
+                    target=goal,
                     available=available,
                     budget=plan.budget,
-                    in_flight=works.relied_on,
+                    in_flight=flying,
                     accepted=works.accepted,
                     spare=spare,
                 )
@@ -310,7 +316,10 @@ class ProduceStrategy:
                         return None  # there is no room: wait for some
                 started += begun
 
-        what = f"task {task_name!r} to have {target} groups completed, leased or trained"
+        if target is None:
+            what = f"task {task_name!r} to have {batch_size} completed groups in the buffer"
+        else:
+            what = f"task {task_name!r} to have {target} groups completed, leased or trained"
         production = await self._internals.until(step, what, (task_name,))
         if production.exhausted:
             works.rejections_in_a_row = 0  # the next call tries again
@@ -320,7 +329,7 @@ class ProduceStrategy:
             await self._stop(task)
         log.info(
             "batch_produced task=%s complete=%s available=%d target=%d started=%d seconds=%.3f",
-            task_name, production.complete, production.available, target, started, production.seconds,
+            task_name, production.complete, production.available, production.target, started, production.seconds,
         )  # fmt: skip
         return production
 
@@ -364,8 +373,9 @@ class ProduceStrategy:
         steps: Steps,
         summary: TaskSummary,
     ) -> int:
-        """Draw and start up to `missing` groups of the statuses, if there are any; how many."""
-        if not summary.due and not any(summary.statuses.get(status, 0) for status in again):
+        """Draw and start up to `missing` groups of the statuses, and stragglers first, if there are any; how many."""
+        statuses = DRAWABLE if self._first(task.works) else again
+        if not summary.due and not any(summary.statuses.get(status, 0) for status in statuses):
             return 0
         return await self._start(task, agent_loop, sampler, missing, again, steps)
 
@@ -409,7 +419,7 @@ class ProduceStrategy:
     ) -> int:
         works = task.works
         if again:
-            groups = await sampler.draw_again(missing, works.task_name, again, own=False)
+            groups = await sampler.draw_again(missing, works.task_name, again, own=False, first=self._first(works))
         else:
             groups = await sampler.try_draw(missing, works.task_name, (), own=False)
         if works.pausing:
@@ -420,6 +430,10 @@ class ProduceStrategy:
             works.start(group, agent_loop, steps)
         return len(groups)
 
+    def _first(self, works: Works) -> Collection[int]:
+        """Ids of stragglers that are drawn before all other groups."""
+        return works.waiting_stragglers if self.tail_batch_trigger_size >= 0 else ()
+
     async def _plan(self, task: _Task, batch_size: int, summary: TaskSummary) -> Plan:
         works, counts = task.works, summary.statuses
         aborted = counts.get(Status.ABORTED, 0)
@@ -429,7 +443,6 @@ class ProduceStrategy:
         return make_plan(
             trigger=self.tail_batch_trigger_size,
             waiting=waiting_again(counts.get(Status.EXPIRED, 0), aborted, partial=self.enable_partial_rollout),
-            straggling=bool(works.stragglers),
             partial=self.enable_partial_rollout or bool(unjudged),
             budget=over_issue(self.over_sample_threshold, batch_size),
         )
@@ -468,15 +481,21 @@ class ProduceStrategy:
             failed = sum(works.failing.values())
             back = len(works.failing) - failed
             works.failing.clear()
+            advice = (
+                " (pauses had to cancel them: let `generate` end early when the loop is `paused`, or raise "
+                "pause_timeout_s)"
+                if works.overran_pause
+                else ""
+            )
             raise TooManyFailures(
                 f"{attempts} attempts in a row at groups of task {works.task_name!r} failed, and none was completed; "
-                f"the last error: {works.last_error}. Of these groups {failed} spent their last try and ended as "
-                f"failed, {back} are back in the buffer; fix the cause and produce again, or raise "
+                f"the last error: {works.last_error}{advice}. Of these groups {failed} spent their last try and ended "
+                f"as failed, {back} are back in the buffer; fix the cause and produce again, or raise "
                 "max_consecutive_failures"
             )
         if works.exhausted and self.budgets.when_exhausted == "raise":
             rejections, works.rejections_in_a_row = works.rejections_in_a_row, 0
-            raise too_many_rejections(works.task_name, f"{rejections} groups", works.last_error)
+            raise too_many_rejections(works.task_name, rejections, works.last_error)
 
     # --- pausing --------------------------------------------------------------------------------------
 
@@ -522,14 +541,15 @@ class ProduceStrategy:
                 left_s = min(grace_s, self.timeouts.pause_timeout_s) - (loop.time() - began)
                 if left_s <= RESOLUTION_S:
                     log.warning("pause_timed_out task=%s groups=%d: cancelled", works.task_name, len(works))
-                    works.overdue = True
+                    limit = "pause_timeout_s" if works.relied_on else "pause_interval_s"
+                    works.overdue = f"{limit}={min(grace_s, self.timeouts.pause_timeout_s):g}"
                     break
                 requests = [request for request in requests if not request.done()]
                 requests += [asyncio.create_task(self._ask(agent_loop)) for agent_loop in agent_loops]
                 await works.wait(min(self.timeouts.pause_interval_s, left_s))
             await works.stop()
         finally:
-            works.overdue = False
+            works.overdue = None
             for request in requests:
                 request.cancel()
             if requests:  # one that ignores the cancel is left behind
@@ -617,8 +637,9 @@ class ProduceStrategy:
                 f"  {name}: {len(stages)} groups, the oldest (group {oldest.group_id}, attempt {oldest.attempt}) for "
                 f"{now - oldest.since:.1f} s{note}"
             )
-        lines += [f"  {outage}" for loop in task.works.agent_loops if (outage := loop.outage.describe()) is not None]
-        lines += [f"  {pool!r}" for pool in (DATA, self.judge.pool) if pool.running >= pool.max_threads]
+        loops = dict.fromkeys((*task.works.agent_loops, *task.told))  # a paused task has no running loops
+        lines += [f"  {waits}" for loop in loops if (waits := loop.explain_wait()) is not None]
+        lines += [f"  {line}" for line in full_pools((DATA, self.judge.pool))]
         return lines
 
     def figures(self, task_name: str) -> Figures:
@@ -680,11 +701,13 @@ class ProduceStrategy:
             )
 
 
-def too_many_rejections(task_name: str, groups: str, reason: str | None) -> TooManyRejections:
-    """The error for a task whose groups are all filtered."""
+def too_many_rejections(task_name: str, groups: int, reason: str | None, *, skip: bool = False) -> TooManyRejections:
+    """The error for a task whose groups are all filtered. `skip`: there is no other task to skip it for."""
+    found = " when_exhausted='skip' found no other task to produce instead." if skip else ""
+    advice = "add a task, or use when_exhausted='accept'" if skip else "or choose another when_exhausted"
     return TooManyRejections(
-        f"{groups} of task {task_name!r} in a row were filtered, and none was kept; the last reason: {reason}. Loosen "
-        "the filter, change the prompts, raise max_consecutive_rejections, or choose another when_exhausted"
+        f"{groups} groups of task {task_name!r} in a row were filtered, and none was kept; the last reason: {reason}."
+        f"{found} Loosen the filter, change the prompts, raise max_consecutive_rejections, {advice}"
     )
 
 

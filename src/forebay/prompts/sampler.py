@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
@@ -400,12 +400,30 @@ class SamplerWithReplayBuffer(_OverDataset):
         return await self._draw(n, task_name, statuses, new=True, own=own)
 
     async def draw_again(
-        self, n: int, task_name: str, statuses: Sequence[Status] = DRAWABLE, *, own: bool = True
+        self,
+        n: int,
+        task_name: str,
+        statuses: Sequence[Status] = DRAWABLE,
+        *,
+        own: bool = True,
+        first: Collection[int] = (),
     ) -> Groups:
-        """Up to n groups of these statuses, in flight from now on; maybe none. Never waits."""
-        return await self._draw(n, task_name, statuses, new=False, own=own)
+        """Up to n groups of these statuses, in flight from now on; maybe none. Never waits.
 
-    async def _draw(self, n: int, task_name: str, statuses: Sequence[Status], *, new: bool, own: bool) -> Groups:
+        `first`: ids of groups that are drawn before the others, whichever drawable status they have.
+        """
+        drawn = await self._draw(n, task_name, DRAWABLE, new=False, own=own, only=first) if first else []
+        if len(drawn) < n and statuses:
+            try:
+                drawn += await self._draw(n - len(drawn), task_name, statuses, new=False, own=own)
+            except BaseException:
+                await self._return(drawn, task_name)
+                raise
+        return drawn
+
+    async def _draw(
+        self, n: int, task_name: str, statuses: Sequence[Status], *, new: bool, own: bool, only: Collection[int] = ()
+    ) -> Groups:
         """What can be drawn just now. Nobody waits for room in here: others could not draw what makes it."""
         drawn: Groups = []
         try:
@@ -413,7 +431,7 @@ class SamplerWithReplayBuffer(_OverDataset):
                 if task_name not in self._compared:
                     await self.compare_data(task_name, *await self._internals.position(task_name))
                     self._compared.add(task_name)
-                redrawn = await self._internals.redraw(n, task_name, statuses)
+                redrawn = await self._internals.redraw(n, task_name, statuses, group_ids=only)
                 drawn += await self._without_bad(redrawn, task_name)
             if new:
                 async with self._turns():

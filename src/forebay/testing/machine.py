@@ -381,13 +381,15 @@ class BufferMachine(RuleBasedStateMachine):
     def samples(self, group: ModelGroup, attempt: int | None = None) -> list[RolloutState]:
         made = []
         for index, member in enumerate(group.members):
+            text_only = member.status is Status.COMPLETED and not member.steps
             state = RolloutState(
                 message=[{"content": f"{group.task}:{group.group_id}"}],
                 task_name=group.task,
                 group_id=group.group_id,
                 rollout_id=index,
                 attempt=attempt,
-                response_ids=[0] * len(member.steps),
+                response="text" if text_only else None,
+                response_ids=None if text_only else [0] * len(member.steps),
                 status=member.status,
             )
             state.response_model_steps = member.steps

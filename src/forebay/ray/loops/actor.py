@@ -22,12 +22,15 @@ from forebay.agent_loop.base import AgentLoop, failed_member
 from forebay.codec.frame import decode_group, encode_group
 from forebay.core.rollout import Group, RolloutState
 from forebay.core.validate import check_group
-from forebay.errors import EngineRestarted, InvalidConfig, InvalidGroup, InvalidInput
+from forebay.errors import EngineRestarted, EngineUnavailable, InvalidConfig, InvalidGroup, InvalidInput
 from forebay.prompts.records import independent
 
-__all__ = ["LoopActor", "MethodCall", "RemoteError", "Reply", "Started"]
+__all__ = ["KINDS", "LoopActor", "MethodCall", "RemoteError", "Reply", "Started"]
 
 log = logging.getLogger(__name__)
+
+# Errors of an engine that keep their type when an actor sends them; subclasses first.
+KINDS = {"EngineRestarted": EngineRestarted, "EngineUnavailable": EngineUnavailable}
 
 
 class RemoteError(NamedTuple):
@@ -35,7 +38,7 @@ class RemoteError(NamedTuple):
 
     message: str  # with its type
     traceback: str
-    restarted: bool = False  # an EngineRestarted, which costs no try
+    kind: str = "EngineError"  # or a key of `KINDS`: these errors spend no try
 
 
 class Started(NamedTuple):
@@ -254,8 +257,8 @@ async def _awaited(result: Any) -> Any:
 def _remote_error(error: BaseException) -> RemoteError:
     name = type(error).__name__
     try:
-        restarted = isinstance(error, EngineRestarted)
-        return RemoteError(f"{name}: {error}", "".join(traceback.format_exception(error)), restarted)
+        kind = next((kind for kind, found in KINDS.items() if isinstance(error, found)), "EngineError")
+        return RemoteError(f"{name}: {error}", "".join(traceback.format_exception(error)), kind)
     except Exception:  # its __str__ raises
         return RemoteError(f"{name}, which cannot be shown", "".join(traceback.format_tb(error.__traceback__)))
 

@@ -3,7 +3,8 @@
 What it promises, beyond the contract of every loop
 - A group goes to the actor with the fewest running groups. If no actor is up, or all are at their limit, it waits.
 - The groups of an actor that dies are returned as ABORTED, as they were passed in, and the producer retries them (G3).
-  Ray restarts the actor. Before it gets a group it has the pause of the pool and the calls of `call_all(keep=True)`.
+  They spend no try, unless several actors in a row died with the same group: then the group may be the cause. Ray
+  restarts the actor. Before it gets a group it has the pause of the pool and the calls of `call_all(keep=True)`.
   Actors that keep dying, or that cannot be restarted, are an EngineError and not a wait.
 - An exception in an actor's loop is an EngineError here, with the remote traceback as its note.
 - Samples are sent as codec frames. A member that cannot be sent back is FAILED; the others are kept.
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 _DIED = (exceptions.RayActorError, exceptions.NodeDiedError)
 _LOST = (*_DIED, exceptions.ObjectLostError)  # the last: a reply that was on a node that died
 _CLOSE_S = 5.0
+_EXCUSED_DEATHS = 3  # of actors in a row that had the same group; further ones spend tries
 
 
 class RayAgentLoop(AgentLoop):
@@ -74,6 +76,7 @@ class RayAgentLoop(AgentLoop):
         self._cancel_timeout_s = positive_seconds("cancel_timeout_s", cancel_timeout_s)
         self._make_loop = make_loop
         self._numbers = itertools.count(1)
+        self._deaths: dict[tuple[str | None, int | None], int] = {}  # by group: how many actors in a row died with it
         self._pool = LoopPool(
             make_loop, actors=actors, max_groups_per_actor=max_groups_per_actor, actor_options=actor_options
         )
@@ -155,14 +158,21 @@ class RayAgentLoop(AgentLoop):
             pool.lost(actor, epoch, None)
             return False
         pool.deaths = 0
+        key = _key(group)
+        deaths = self._deaths.pop(key, 0)
         _fill(group, reply)
         if reply.error is not None:
             raise engine_error("the agent loop of an actor", reply.error)
         if reply.kind == "restarted":
+            self._deaths[key] = deaths + 1
             mark_aborted(group, "its actor was restarted")
         elif reply.kind == "cancelled":
             raise asyncio.CancelledError  # the loop cancelled itself: as with a local loop
         return True
+
+    def excuses(self, group: Sequence[RolloutState]) -> bool:
+        """Whether the actor of a group died, and not so often that the group may be the cause."""
+        return 0 < self._deaths.get(_key(group), 0) <= _EXCUSED_DEATHS
 
     def _lost(self, actor: PooledActor, epoch: int, error: BaseException, group: list[RolloutState]) -> None:
         pool = self._pool
@@ -173,6 +183,7 @@ class RayAgentLoop(AgentLoop):
                 f"actors of the agent loop died {pool.deaths} times, and no group was answered in between; the last "
                 f"time: {first_line(error)}"
             )
+        self._deaths[_key(group)] = self._deaths.get(_key(group), 0) + 1
         mark_aborted(group, "the agent loop was closed" if pool.closed else f"its actor died: {first_line(error)}")
 
     async def _stop(self, calls: Sequence[tuple[PooledActor, int, asyncio.Future[Reply]]]) -> None:
@@ -332,6 +343,10 @@ def _fill(group: list[RolloutState], reply: Reply) -> None:
     returned = () if reply.frame is None else decode_group(reply.frame, reply.references)
     completed = {_identity(state): state for state in group if state.status is Status.COMPLETED}
     group[:] = [state if state.rollout_id is None else completed.get(_identity(state), state) for state in returned]
+
+
+def _key(group: Sequence[RolloutState]) -> tuple[str | None, int | None]:
+    return group[0].task_name, group[0].group_id
 
 
 def _identity(state: RolloutState) -> tuple[int | None, int]:

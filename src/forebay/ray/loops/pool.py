@@ -28,9 +28,9 @@ from ray import exceptions
 
 from forebay.agent_loop.base import AgentLoop
 from forebay.core.aio import ignore_exception, in_thread
-from forebay.errors import EngineError, EngineRestarted, InvalidConfig, NoCluster, WrongEventLoop
+from forebay.errors import EngineError, InvalidConfig, NoCluster, WrongEventLoop
 from forebay.ray.client.link import check_cluster
-from forebay.ray.loops.actor import LoopActor, MethodCall, RemoteError, Started
+from forebay.ray.loops.actor import KINDS, LoopActor, MethodCall, RemoteError, Started
 
 __all__ = ["LoopPool", "Phase", "PooledActor", "as_future", "engine_error", "first_line"]
 
@@ -416,7 +416,7 @@ def as_future(call: Any, *, first: Callable[[], None] | None = None) -> asyncio.
 def engine_error(what: str, remote: RemoteError) -> EngineError:
     """The error for an exception in an actor."""
     # The traceback is a note and not in the message: messages are counted as reasons, and would all be different.
-    kind = EngineRestarted if remote.restarted else EngineError
+    kind: type[EngineError] = KINDS.get(remote.kind, EngineError)
     error = kind(f"{what} raised {remote.message}")
     error.add_note(f"In the actor:\n{remote.traceback}")
     return error

@@ -1,7 +1,8 @@
 """Where a SQLite store may be, and who may write to it.
 
 One process writes; a lock file beside the database says which. A network file system is refused: SQLite's WAL needs
-shared memory that only one host has. Both are checked before the database is opened.
+shared memory that only one host has. Both are checked before the database is opened. While it is open, its files must
+stay where they are: a change that is written to a deleted or moved file is lost.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import socket
 import weakref
 from pathlib import Path
 
-from forebay.errors import InvalidConfig, StorageInUse
+from forebay.errors import InvalidConfig, StorageInUse, StorageVanished
 
-__all__ = ["ProcessLock", "check_file_system", "file_system_of", "holder_of"]
+__all__ = ["OpenFiles", "ProcessLock", "check_file_system", "file_system_of", "holder_of"]
 
 _NETWORK = (
     "nfs",
@@ -82,6 +83,33 @@ def holder_of(path: Path) -> str | None:
         return _holder(descriptor)
     finally:
         os.close(descriptor)
+
+
+class OpenFiles:
+    """The files of a store, as they were when it was opened."""
+
+    def __init__(self, database: Path) -> None:
+        paths = (database, database.with_name(database.name + "-wal"))
+        self._opened = {path: identity for path in paths if (identity := _identity(path)) is not None}
+
+    def check_in_place(self) -> None:
+        """StorageVanished unless the same files are still there. Costs a system call for each."""
+        for path, identity in self._opened.items():
+            found = _identity(path)
+            if found != identity:
+                raise StorageVanished(
+                    f"{path} {'is missing' if found is None else 'is another file now'}: it was deleted, moved or "
+                    "replaced while the store was open; nothing of this step was stored. Move it back, or resume from "
+                    "a checkpoint into a new store"
+                )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _this_process() -> str:

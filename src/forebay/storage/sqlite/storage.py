@@ -50,7 +50,7 @@ from forebay.storage.local.storage import LocalStorage
 from forebay.storage.rules import StreamCheck
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.journal import JournaledEngine, JournalTable, Payload
-from forebay.storage.sqlite.lock import ProcessLock, check_file_system
+from forebay.storage.sqlite.lock import OpenFiles, ProcessLock, check_file_system
 from forebay.storage.sqlite.transaction import Transaction
 from forebay.storage.sqlite.writer import Writer
 
@@ -103,6 +103,7 @@ class SQLiteStorage(LocalStorage, CallMemory):
         self._synchronous = synchronous
         self._writer: Writer | None = None
         self._lock: ProcessLock | None = None
+        self._files: OpenFiles | None = None
         self._process = os.getpid()
         self._store_id: str | None = None
         self._written_accounts: dict[str, bytes] = {}
@@ -135,7 +136,7 @@ class SQLiteStorage(LocalStorage, CallMemory):
         self._lock = ProcessLock(self.path.with_name(self.path.name + ".lock"))
         self._process = os.getpid()
         try:
-            self._writer = Writer(self._connect)
+            self._writer = Writer(self._connect, self._check_in_place)
             await asyncio.wrap_future(self._writer.opened())
             self._engine.settings = settings
             await self._load()
@@ -146,9 +147,14 @@ class SQLiteStorage(LocalStorage, CallMemory):
     async def close(self, owner: str) -> None:
         async with self._opening:
             if self._writer is not None:
-                await super().close(owner)
-                if not self._engine.open:
-                    await self._stop()
+                try:
+                    await super().close(owner)
+                except StorageError:  # its groups cannot be given back, but the store can be closed
+                    self._engine.open.discard(owner)
+                    raise
+                finally:
+                    if not self._engine.open:
+                        await self._stop()
 
     async def _stop(self) -> None:
         writer, self._writer = self._writer, None
@@ -183,7 +189,12 @@ class SQLiteStorage(LocalStorage, CallMemory):
         except BaseException:
             connection.close()
             raise
+        self._files = OpenFiles(self.path)
         return connection
+
+    def _check_in_place(self) -> None:
+        if self._files is not None:
+            self._files.check_in_place()
 
     async def _load(self) -> None:
         """Read everything but payloads; groups of owners that are gone come back, at once or at their deadline."""

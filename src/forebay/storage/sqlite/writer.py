@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from forebay.errors import StorageError
+from forebay.errors import StorageError, StorageVanished
 from forebay.storage.sqlite.transaction import Transaction
 
 __all__ = ["Writer"]
@@ -40,7 +40,9 @@ class _Job:
 class Writer:
     """A thread that owns a connection."""
 
-    def __init__(self, connect: Callable[[], sqlite3.Connection]) -> None:
+    def __init__(self, connect: Callable[[], sqlite3.Connection], check: Callable[[], None]) -> None:
+        """`check` is called before every commit, which does not happen if it raises."""
+        self._check = check
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._failure: StorageError | None = None
         self._written = 0
@@ -115,6 +117,7 @@ class Writer:
                 connection.execute("BEGIN IMMEDIATE")
                 transaction = Transaction(connection)
                 results = [job.work(transaction) for job in batch]
+                self._check()
                 connection.execute("COMMIT")
             except BaseException as error:
                 self._failure = _failed(error)
@@ -148,6 +151,8 @@ class Writer:
 
 
 def _failed(error: BaseException) -> StorageError:
+    if isinstance(error, StorageVanished):
+        return error
     failure = StorageError(
         f"the SQLite store could not be written: {error}; nothing of this step was stored. Free disk space or "
         "check the file system; what was acknowledged before is safe"
