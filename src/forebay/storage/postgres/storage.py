@@ -313,6 +313,7 @@ class PostgresStorage(Storage, CallMemory):
         # Claims by a user's policy look at the same groups: they run one after the other.
         lock = None if settings.choose is None else advisory_key(self.name, "choose")
         while True:
+            await self._connections.resolve_doubts()  # they may hold the groups that are wanted
             async with self._connections.lend() as connection:
                 outlook = await claims.look(connection, claim)
             if not outlook.prepares and not outlook.is_worthwhile:
