@@ -323,7 +323,7 @@ def test_an_engine_that_stays_away_ends_producing_and_spends_no_try() -> None:
         buffer = ReplayBuffer()
         strategy = SyncProduceStrategy(buffer, progress=NoProgress())
         loop = FunctionAgentLoop(generate, down_timeout_s=100)
-        with pytest.raises(EngineError, match=r"could not be reached .* \(down_timeout_s is 100\).* refused"):
+        with pytest.raises(EngineError, match=r"was unreachable .* \(down_timeout_s is 100\).* refused"):
             await strategy.produce_batch(loop, Sampler([{"prompt": "q"}]), 4, TASK, train_step=1, model_step=0)
         assert 90 <= now() <= 100
         records = await buffer.query({"task_name": TASK})

@@ -243,7 +243,7 @@ class Answer:
         self._confirmed = 0  # tokens of known weights; later ones may still be removed
         self._confirmed_texts = 0
         self._versions: VersionSpans | None = state.version_spans  # None: some tokens have no version
-        # A text without its beginning would be wrong.
+        # A response string without its beginning would be wrong.
         self._texts: list[str] | None = None if self._prefix and state.response is None else []
         for name, column in (("logprobs", state.logprobs), ("response_mask", state.response_mask)):
             found = 0 if column is None else len(column)
