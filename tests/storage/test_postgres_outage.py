@@ -47,9 +47,11 @@ async def test_g03_a_database_that_is_away_for_a_while_costs_time_only(caplog: p
                     if step % 4 == 0:  # while a batch is held, and groups are generated
                         outages = caplog.text.count("storage_away")
                         await asyncio.to_thread(server.stop)
+                        asking = asyncio.create_task(manager.ledger())  # a producer that is done touches no storage
                         while caplog.text.count("storage_away") == outages:  # noqa: ASYNC110
                             await asyncio.sleep(0.01)
                         await asyncio.to_thread(server.start)
+                        await asking
                 await manager.continue_produce(step)
         await producer
         assert len(trained) == len(set(trained)) == 56

@@ -299,7 +299,7 @@ class Session:
         if all(summary.task(name).fresh.get(Status.COMPLETED, 0) >= n for name, n in wants.items()):
             return None
         sizes = summary.task(task_name).account.sizes
-        needed = sum(reservation(facts, sizes, self.settings) for facts in prompts)
+        needed = sum(reservation(facts, sizes, self.settings, summary.usage, i) for i, facts in enumerate(prompts))
         return None if fits(summary.usage, self.settings, max(1, len(prompts)), needed) else needed
 
     async def explain(self) -> str:

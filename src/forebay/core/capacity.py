@@ -3,7 +3,9 @@
 Room is reserved when a group is issued: the bytes of its prompt, and for every member the 99th percentile of the size
 of a response, as the groups of its task showed it. The reservation is part of the group's record and gives way to the
 true size when the group is back. So what is held exceeds `max_bytes` by at most what groups grow beyond their
-reservations. Pure: storages keep the sizes by task (`Account.sizes`) and ask here.
+reservations. One group can start whenever nothing is in flight and its prompt fits: its reservation is then at most
+the free space, so that one long response does not keep shorter ones out. Pure: storages keep the sizes by task
+(`Account.sizes`) and ask here.
 """
 
 from __future__ import annotations
@@ -108,16 +110,17 @@ def response_size_p99(sizes: Sizes) -> int | None:
     return None
 
 
-def reservation(facts: Facts, sizes: Sizes, settings: Settings) -> int:
+def reservation(facts: Facts, sizes: Sizes, settings: Settings, usage: Usage, in_flight: int) -> int:
     """The bytes that are reserved for a prompt when it is issued.
 
-    A single group always fits into an empty buffer: its reservation is at most the whole of it.
+    While no group is in flight it is at most the free space, and at least the size of the prompt.
     """
     if settings.max_bytes is None:
         return 0
+    most = settings.max_bytes if in_flight else settings.max_bytes - usage.bytes - usage.reserved
     response = response_size_p99(sizes)
     grows = settings.expect_group_bytes if response is None else facts.samples * response
-    return max(facts.bytes, min(facts.bytes - facts.response_bytes + grows, settings.max_bytes))
+    return max(facts.bytes, min(facts.bytes - facts.response_bytes + grows, most))
 
 
 def reserved_after(reserved_bytes: int, facts: Facts) -> int:

@@ -112,6 +112,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     For every task at most `wants[task]` buffered groups that have one of `statuses` (an earlier status before a
     later one) and are fresh by the task's clock and limits, in the order of the settings. `whole`: all that is wanted
     of every task, or nothing. `train_step` first advances the clocks of the tasks of which something is wanted.
+    `group_ids`: only these groups, if any are given; for draws from one task.
     """
 
     wants: Mapping[str, int]
@@ -121,6 +122,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     whole: bool = False
     lease_id: str | None = None
     train_step: int | None = None
+    group_ids: tuple[int, ...] = ()
 
     @property
     def clocks(self) -> dict[str, Clock]:
@@ -184,10 +186,14 @@ class TaskSummary(msgspec.Struct, frozen=True):
         return close_line(self.account, self.place_tokens if tokens else self.places, tokens=tokens)
 
     @property
+    def taken(self) -> int:
+        """Groups that are leased or trained."""
+        return self.places.get(Place.LEASED, 0) + self.account.ended.get(End.TRAINED, 0)
+
+    @property
     def produced(self) -> int:
         """Groups that count towards a target: buffered COMPLETED and fresh, leased, trained."""
-        trained = self.account.ended.get(End.TRAINED, 0)
-        return self.fresh.get(Status.COMPLETED, 0) + self.places.get(Place.LEASED, 0) + trained
+        return self.fresh.get(Status.COMPLETED, 0) + self.taken
 
     @property
     def due(self) -> bool:

@@ -232,12 +232,17 @@ def lost_lease(lost: int, groups: int, lease_id: str) -> LostLease:
 # --- capacity -----------------------------------------------------------------------------------------
 
 
-def fitting(contents: Sequence[Content], sizes: Mapping[int, int], usage: Usage, settings: Settings) -> list[int]:
-    """The reservations of the prompts that fit, from the first one on; see `capacity.reservation`."""
+def fitting(
+    contents: Sequence[Content], sizes: Mapping[int, int], usage: Usage, settings: Settings, in_flight: int
+) -> list[int]:
+    """The reservations of the prompts that fit, from the first one on; see `capacity.reservation`.
+
+    `in_flight`: the number of groups of all tasks that are in flight.
+    """
     reserved: list[int] = []
     needed = 0
     for content in contents:
-        size = reservation(content.facts, sizes, settings)
+        size = reservation(content.facts, sizes, settings, usage, in_flight + len(reserved))
         needed += size
         if not fits(usage, settings, len(reserved) + 1, needed):
             break

@@ -18,7 +18,7 @@ from forebay.core.capacity import Settings, check_room, note_size, response_size
 from forebay.core.ledger import Account, Clock, End, Event, Place, arrival_event, check_move, take_event
 from forebay.core.policy import CHOICE_ROWS, checked_choice
 from forebay.core.query import Node, predicate
-from forebay.core.record import Record, Row, group_end, identify, number_rollouts
+from forebay.core.record import Record, Row, group_end, identify, is_fresh, number_rollouts
 from forebay.core.rollout import Group, Status, group_status
 from forebay.core.staleness import EXPIRABLE, NO_FLOORS, Floors
 from forebay.errors import BufferClosed, CursorMoved, InvalidConfig
@@ -222,7 +222,7 @@ class Engine:
         for group_id in range(cursor, cursor + len(contents)):
             if self.table.find(task_name, group_id) is not None:
                 raise drawn_by_hand(task_name, group_id)
-        reserved = fitting(contents, account.sizes, self.table.usage(), self.settings)
+        reserved = fitting(contents, account.sizes, self.table.usage(), self.settings, self._in_flight())
         if not reserved:
             return []
         account = self.account(task_name)
@@ -237,6 +237,9 @@ class Engine:
         if source_state is not None:
             account.source_state = source_state
         return records
+
+    def _in_flight(self) -> int:
+        return sum(self.table.places(name, tokens=False).get(Place.IN_FLIGHT, 0) for name in self.accounts)
 
     def put(self, arrivals: Sequence[Arrival], owner: str) -> list[Record]:
         """See `Storage.put`."""
@@ -359,7 +362,9 @@ class Engine:
                 if missing <= 0:
                     break
                 fresh = floors if status in EXPIRABLE else NO_FLOORS
-                if choose is None or by_group:
+                if claim.group_ids:
+                    rows = self._named(task_name, status, claim.group_ids, fresh)[:missing]
+                elif choose is None or by_group:
                     rows = table.first(task_name, status, missing, fresh, by_group=by_group)
                 else:
                     offered = table.first(task_name, status, CHOICE_ROWS, fresh, by_group=False)
@@ -371,6 +376,17 @@ class Engine:
             if claim.whole and missing > 0:
                 return None
         return chosen
+
+    def _named(self, task_name: str, status: Status, group_ids: Sequence[int], floors: Floors) -> list[Row]:
+        """Those of these groups that are buffered with this status and fresh, in order of group_id."""
+        found = [self.table.find(task_name, group_id) for group_id in sorted(group_ids)]
+        return [
+            row
+            for row in found
+            if row is not None
+            and (row.record.place, row.record.status) == (Place.BUFFERED, status)
+            and is_fresh(row.record, floors)
+        ]
 
     def take(self, claim: Claim, chosen: Chosen | None) -> Claimed:
         """Move chosen rows to where the claim takes them."""

@@ -223,7 +223,7 @@ async def _choose(step: Step, claim: Claim, settings: Settings, *, waiting: bool
             now = await step.connection.fetchval(f"SELECT {NOW}")
         else:
             lock = "FOR UPDATE OF g" if waiting else "FOR UPDATE OF g SKIP LOCKED"
-            now, found = await _select(step, missing, status, claim.purpose, settings.order, lock)
+            now, found = await _select(step, missing, status, claim.purpose, settings.order, lock, claim.group_ids)
         for task_name, records in found.items():
             if records:
                 chosen.append((task_name, status, records))
@@ -235,14 +235,25 @@ async def _choose(step: Step, claim: Claim, settings: Settings, *, waiting: bool
 
 
 async def _select(
-    step: Step, wants: Mapping[str, int], status: Status, purpose: Purpose, order: Order, lock: str
+    step: Step,
+    wants: Mapping[str, int],
+    status: Status,
+    purpose: Purpose,
+    order: Order,
+    lock: str,
+    group_ids: Sequence[int] = (),
 ) -> tuple[float, dict[str, list[Record]]]:
-    """The server's time, and the first fresh records of a status by task. Only EXPIRABLE ones are judged by age."""
+    """The server's time, and the first fresh records of a status by task. Only EXPIRABLE ones are judged by age.
+
+    `group_ids`: only these groups, if any are given.
+    """
     by, index = order_clause(order), ""
     if purpose is Purpose.DRAW:
         by = "group_id, uid"
         # So that the index of groups that are drawn again fits.
         index = "AND status IN ('init', 'expired', 'aborted')" if take_event(status) is Event.REDRAWN else ""
+    if group_ids:
+        index += " AND group_id = ANY($5::bigint[])"
     names = [to_text(task_name) for task_name in wants]
     rows = await step.connection.fetch(
         f"""
@@ -258,6 +269,7 @@ async def _select(
         list(wants.values()),
         status,
         status in EXPIRABLE,
+        *([list(group_ids)] if group_ids else []),
     )
     found: dict[str, list[Record]] = {task_name: [] for task_name in wants}
     for record in map(read_record, rows):

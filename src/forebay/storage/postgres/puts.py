@@ -183,7 +183,7 @@ def _fitting(task_name: str, contents: Sequence[Content], cursor: int, found: An
         raise CursorMoved(task_name, cursor, found["cursor"] or 0)
     if found["taken"] is not None:
         raise drawn_by_hand(task_name, found["taken"])
-    return fitting(contents, sizes_of(found), usage_of(found), settings)
+    return fitting(contents, sizes_of(found), usage_of(found), settings, found["used_in_flight"])
 
 
 # --- put ----------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ _BUFFERED = " + ".join(BUFFERED.values())
 USAGE = f"""
 SELECT coalesce(sum(in_flight + leased + {_BUFFERED}), 0)::bigint AS used_groups,
     coalesce(sum(bytes), 0)::bigint AS used_bytes, coalesce(sum(reserved), 0)::bigint AS used_reserved,
-    coalesce(sum({_BUFFERED}), 0)::bigint AS used_buffered
+    coalesce(sum({_BUFFERED}), 0)::bigint AS used_buffered, coalesce(sum(in_flight), 0)::bigint AS used_in_flight
 FROM counters"""
 
 SIZES = """

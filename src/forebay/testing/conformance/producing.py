@@ -175,6 +175,20 @@ class Producing(Suite):
 
         self.run(test, StalenessReplayPolicy())
 
+    def test_a_draw_of_named_groups_leaves_all_others(self) -> None:
+        async def test(store: Store) -> None:
+            await store.issue(5)
+            for group_id, status in ((0, ABORTED), (1, EXPIRED), (2, COMPLETED), (3, ABORTED)):
+                await store.put(make_group(group_id=group_id, status=status))
+            named = (4, 3, 2, 1)  # 4 is in flight, and 2 is completed
+            rows = await store.claim(9, INIT, EXPIRED, ABORTED, purpose=Purpose.DRAW, group_ids=named)
+            assert [row.record.group_id for row in rows] == [1, 3]
+            assert await store.claim(9, ABORTED, purpose=Purpose.DRAW, group_ids=named) == []
+            (left,) = await store.claim(9, INIT, EXPIRED, ABORTED, purpose=Purpose.DRAW)
+            assert left.record.group_id == 0
+
+        self.run(test)
+
     def test_tags_and_priority_stay_unless_given_anew(self) -> None:
         async def test(store: Store) -> None:
             await store.put(make_group(group_id=-5, status=ABORTED), tags={"a": 1}, priority=2.0)

@@ -300,6 +300,19 @@ class Storing(Suite):
 
         self.run(test, max_bytes=10_000, expect_group_bytes=4_000)
 
+    def test_one_group_starts_in_the_free_space_when_nothing_is_in_flight(self) -> None:
+        async def test(store: Store) -> None:
+            await store.issue(1)
+            (long,) = await store.put(make_group(4, tokens=100, group_id=0))
+            (alone,) = await store.issue(1, cursor=1)
+            assert alone.bytes < alone.reserved_bytes == 10_000 - long.bytes
+            assert await store.issue(1, cursor=2) == []
+            await store.put(make_group(4, tokens=100, group_id=1))
+            assert (await store.usage()).bytes > 10_000 - alone.bytes
+            assert await store.issue(1, cursor=2) == []
+
+        self.run(test, max_bytes=10_000, expect_group_bytes=4_000)
+
     def test_a_group_that_expires_keeps_its_room_to_be_generated_again(self) -> None:
         async def test(store: Store) -> None:
             (record,) = await store.put(make_group(model_step=0))
