@@ -19,7 +19,7 @@ __all__ = ["Reading", "Slices", "in_slices", "read_row"]
 T = TypeVar("T")
 
 _SLICE_BYTES = 1 << 19
-_ROW_BYTES = 4_096  # that reading a small row costs about as much as
+_ROW_BYTES = 4_096  # reading the smallest row takes about as long as decoding this many bytes
 
 
 class Slices:
@@ -29,7 +29,7 @@ class Slices:
         self._pending = 0
 
     async def add(self, size: int) -> None:
-        """So many bytes were encoded or decoded."""
+        """Note that `size` bytes were encoded or decoded."""
         self._pending += size
         if self._pending >= _SLICE_BYTES:
             self._pending = 0
