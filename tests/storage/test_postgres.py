@@ -333,9 +333,10 @@ async def test_a_listener_that_lost_its_connection_wakes_everybody(caplog: pytes
     other = another(storage)
     heard: list[str] = []
     async with opened(storage), opened(other, "other"):
-        await storage.put([by_hand()], owner="me")
-        await other.summary()
         other.subscribe(heard.extend)
+        await storage.put([by_hand()], owner="me")
+        await first_heard(heard)
+        await other.summary()
         heard.clear()
         assert other._notifier is not None
         pid = other._notifier._connection.get_server_pid()
