@@ -333,9 +333,10 @@ async def test_a_listener_that_lost_its_connection_wakes_everybody(caplog: pytes
     other = another(storage)
     heard: list[str] = []
     async with opened(storage), opened(other, "other"):
-        await storage.put([by_hand()], owner="me")
-        await other.summary()
         other.subscribe(heard.extend)
+        await storage.put([by_hand()], owner="me")
+        await first_heard(heard)
+        await other.summary()
         heard.clear()
         assert other._notifier is not None
         pid = other._notifier._connection.get_server_pid()
@@ -728,8 +729,9 @@ async def test_connections_that_the_server_closed_are_replaced() -> None:
 
 @pytest.mark.parametrize("arrived", [True, False])
 @pytest.mark.parametrize("purpose", list(Purpose))
+@pytest.mark.parametrize("then", ["put", "claim"])
 async def test_a_claim_whose_commit_was_not_answered_is_undone_if_it_happened(
-    arrived: bool, purpose: Purpose, monkeypatch: pytest.MonkeyPatch
+    arrived: bool, purpose: Purpose, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage = schemas.make()
     async with opened(storage):
@@ -746,11 +748,14 @@ async def test_a_claim_whose_commit_was_not_answered_is_undone_if_it_happened(
             raise asyncpg.ConnectionDoesNotExistError("connection was closed in the middle of operation")
 
         monkeypatch.setattr(asyncpg.Connection, "execute", execute_and_break)
+        claim = lease(3) if purpose is Purpose.LEASE else take(3, purpose=purpose)
         with pytest.raises(StorageUnavailable):
-            await storage.claim(lease(2) if purpose is Purpose.LEASE else take(2, purpose=purpose))
+            await storage.claim(claim)
         monkeypatch.undo()
-        await storage.put([by_hand()], owner="me")
-        assert await line(storage) == {"issued": 4, "buffered": 4}
+        if then == "put":
+            await storage.put([by_hand()], owner="me")
+            assert await line(storage) == {"issued": 4, "buffered": 4}
+        assert len(rows_of(await storage.claim(claim))) == 3
 
 
 async def test_an_intact_payload_that_cannot_be_read_here_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,16 @@ class Model:
             found += sorted((group for group in self.at("buffered", task) if group.status is status), key=key)
         return found
 
+    def claimed(self, task: str, n: int, *statuses: Status, by_group: bool = False) -> list[ModelGroup]:
+        """What a claim takes: fresh groups first, then those that expire because of the claim."""
+        if not n:
+            return []
+        before = {id(group): group.status for group in self.at("buffered", task)}
+        self.expire_due(task)
+        found = self.in_order(task, *statuses, by_group=by_group)
+        fresh = [group for group in found if before[id(group)] is group.status]
+        return [*fresh, *(group for group in found if group not in fresh)][:n]
+
     def token_ledger(self, task: str) -> dict[str, int]:
         line = {place: sum(g.tokens for g in self.at(place, task)) for place in ("in_flight", "buffered", "leased")}
         line |= {end: self.ended_tokens.get((task, end), 0) for end in ("trained", "filtered", "failed", "discarded")}
@@ -400,9 +410,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(task=tasks, n=st.integers(0, 3), status=st.sampled_from([Status.COMPLETED, *others]))
     def take(self, task: str, n: int, status: Status) -> None:
-        if n:
-            self.model.expire_due(task)
-        expected = self.model.in_order(task, status)[:n]
+        expected = self.model.claimed(task, n, status)
         self.handed_out(self.run(self.buffer.get(n, task, status)), expected)
         for group in expected:
             if status in RETRIES:
@@ -414,8 +422,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule(task=tasks, n=st.integers(1, 3))
     def redraw(self, task: str, n: int) -> None:
-        self.model.expire_due(task)
-        expected = self.model.in_order(task, *RETRIES, by_group=True)[:n]
+        expected = self.model.claimed(task, n, *RETRIES, by_group=True)
         groups = self.run(internals(self.buffer).redraw(n, task))
         for group in expected:
             group.place = "in_flight"

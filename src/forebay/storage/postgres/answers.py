@@ -9,21 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import asyncpg
-
 from forebay.core.record import Row
 from forebay.storage.base import Claimed
 from forebay.storage.idempotency import Answered, Handed, claimed_rows, decode_kept, is_held, value_of
-from forebay.storage.postgres.claims import Reading, undo
+from forebay.storage.payloads import Reading
+from forebay.storage.postgres.claims import undo
 from forebay.storage.postgres.columns import to_text
 from forebay.storage.postgres.step import Step
 
-__all__ = ["forget", "is_done_elsewhere", "look", "retract"]
-
-
-def is_done_elsewhere(error: asyncpg.UniqueViolationError) -> bool:
-    """Whether a step failed because its call was answered already."""
-    return bool(error.table_name == "calls")
+__all__ = ["forget", "look", "retract"]
 
 
 async def retract(connection: Any, client: str, sequence: int) -> bool:
@@ -62,7 +56,8 @@ async def look(step: Step, client: str, sequence: int) -> Answered | Exception |
         frames |= {row["uid"]: row["frame"] for row in rows}
     reading = Reading()
     records = [record for task_records in kept.records.values() for record in task_records]
-    await reading.add_all([(record, frames.get(record.uid)) for record in records])
+    for record in records:
+        await reading.add(record, frames.get(record.uid))
     lost = len(records) - len(reading.rows)
     if not lost:
         return Answered(Claimed(claimed_rows(kept, reading.rows)))

@@ -8,7 +8,7 @@ them locked, it waits for these locks and looks again, because nothing would wak
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from forebay.codec.frame import encode_group
@@ -18,20 +18,20 @@ from forebay.core.policy import ARRIVAL, CHOICE_ROWS, Order, checked_choice
 from forebay.core.record import Record, Row
 from forebay.core.rollout import Status
 from forebay.core.staleness import EXPIRABLE
-from forebay.errors import DamagedData, UnreadableData
 from forebay.storage.base import Claim, Claimed, Purpose, Rows, TaskSummary
 from forebay.storage.idempotency import Handed, is_held, taken_for_good
+from forebay.storage.payloads import Reading, Slices, in_slices
 from forebay.storage.postgres import accounts, owners, reads
-from forebay.storage.postgres.columns import RECORD, read_record, read_row, to_text
+from forebay.storage.postgres.columns import RECORD, read_record, to_text
 from forebay.storage.postgres.ends import end_or_archive
 from forebay.storage.postgres.schema import QUEUE, order_clause
 from forebay.storage.postgres.step import NOW, Step
 from forebay.storage.rules import claim_event, claimed_record, unclaimed_record
 
-__all__ = ["Damaged", "Outlook", "Reading", "claim", "look", "undo"]
+__all__ = ["Damaged", "Outlook", "claim", "look", "undo"]
 
 _SLICE_BYTES = 4 << 20
-"""Frames that are encoded or decoded before the event loop gets its turn: a few milliseconds."""
+"""Frames that are asked for at once."""
 
 _NO_FLOOR = -(2**63)
 
@@ -92,33 +92,6 @@ class Damaged(Exception):
         self.errors = errors
 
 
-class Reading:
-    """Rows with their payloads, and the errors of those that are damaged."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self.damaged: dict[int, str] = {}
-
-    def add(self, record: Record, frame: bytes | None) -> None:
-        """Read one payload."""
-        try:
-            self.rows.append(read_row(record, frame))
-        except UnreadableData:  # intact, but not readable here
-            raise
-        except DamagedData as error:
-            self.damaged[record.uid] = str(error)
-
-    async def add_all(self, rows: Iterable[tuple[Record, bytes | None]]) -> None:
-        """Read many payloads; the event loop gets its turns."""
-        size = 0
-        for record, frame in rows:
-            self.add(record, frame)
-            size += record.bytes
-            if size >= _SLICE_BYTES:
-                size = 0
-                await asyncio.sleep(0)
-
-
 async def _read_frames(
     connection: Any, records: Sequence[Record], reading: Reading, then: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
@@ -126,14 +99,7 @@ async def _read_frames(
 
     The server is never idle meanwhile: while some frames are decoded here, it reads the next ones, or does `then`.
     """
-    slices: list[list[Record]] = [[]]
-    size = 0
-    for record in records:
-        if slices[-1] and size + record.bytes > _SLICE_BYTES:
-            slices.append([])
-            size = 0
-        slices[-1].append(record)
-        size += record.bytes
+    slices = list(in_slices(records, lambda record: record.bytes, _SLICE_BYTES))
 
     def start(index: int) -> asyncio.Task[Any]:
         if index == len(slices):
@@ -148,7 +114,7 @@ async def _read_frames(
             coming = start(index + 1)
             await asyncio.sleep(0)  # so that it is sent
             for record in part:
-                reading.add(record, frames.pop(record.uid, None))
+                await reading.add(record, frames.pop(record.uid, None))
         await coming
     except BaseException:
         coming.cancel()
@@ -219,11 +185,13 @@ async def _choose(step: Step, claim: Claim, settings: Settings, *, waiting: bool
     chosen: Found = []
     for status in claim.statuses:
         if choosing:
-            found = {task: await _choose_by_policy(step, task, status, n, settings) for task, n in missing.items()}
+            found = {
+                task: await _choose_by_policy(step, task, status, n, claim, settings) for task, n in missing.items()
+            }
             now = await step.connection.fetchval(f"SELECT {NOW}")
         else:
             lock = "FOR UPDATE OF g" if waiting else "FOR UPDATE OF g SKIP LOCKED"
-            now, found = await _select(step, missing, status, claim.purpose, settings.order, lock)
+            now, found = await _select(step, missing, status, claim, settings.order, lock)
         for task_name, records in found.items():
             if records:
                 chosen.append((task_name, status, records))
@@ -235,14 +203,16 @@ async def _choose(step: Step, claim: Claim, settings: Settings, *, waiting: bool
 
 
 async def _select(
-    step: Step, wants: Mapping[str, int], status: Status, purpose: Purpose, order: Order, lock: str
+    step: Step, wants: Mapping[str, int], status: Status, claim: Claim, order: Order, lock: str
 ) -> tuple[float, dict[str, list[Record]]]:
     """The server's time, and the first fresh records of a status by task. Only EXPIRABLE ones are judged by age."""
-    by, index = order_clause(order), ""
-    if purpose is Purpose.DRAW:
+    by, index, named = order_clause(order), "", [list(claim.group_ids)] if claim.group_ids else []
+    if claim.purpose is Purpose.DRAW:
         by = "group_id, uid"
         # So that the index of groups that are drawn again fits.
         index = "AND status IN ('init', 'expired', 'aborted')" if take_event(status) is Event.REDRAWN else ""
+    if named:
+        index += " AND group_id = ANY($5::bigint[])"
     names = [to_text(task_name) for task_name in wants]
     rows = await step.connection.fetch(
         f"""
@@ -258,6 +228,7 @@ async def _select(
         list(wants.values()),
         status,
         status in EXPIRABLE,
+        *named,
     )
     found: dict[str, list[Record]] = {task_name: [] for task_name in wants}
     for record in map(read_record, rows):
@@ -265,11 +236,13 @@ async def _select(
     return rows[0]["now"] if rows else 0.0, found
 
 
-async def _choose_by_policy(step: Step, task_name: str, status: Status, n: int, settings: Settings) -> list[Record]:
+async def _choose_by_policy(
+    step: Step, task_name: str, status: Status, n: int, claim: Claim, settings: Settings
+) -> list[Record]:
     """What a user's policy chooses. It chooses again if a chosen group was discarded meanwhile."""
     assert settings.choose is not None
     while True:
-        _, offered = await _select(step, {task_name: CHOICE_ROWS}, status, Purpose.TAKE, ARRIVAL, "")
+        _, offered = await _select(step, {task_name: CHOICE_ROWS}, status, claim, ARRIVAL, "")
         by_uid = {record.uid: record for record in offered[task_name]}
         uids = checked_choice(settings.choose, offered[task_name], n)
         locked = {record.uid: record for record in await step.lock("g.uid = ANY($1) AND g.place = 'buffered'", uids)}
@@ -314,7 +287,7 @@ async def _undo_ends(
     )
     by_identity = {(row["task_name"], row["group_id"]): row["uid"] for row in found}
     back: list[Record] = []
-    size = 0
+    slices = Slices()
     for name, row in zip(names, rows, strict=True):
         record = row.record
         frame = None
@@ -324,10 +297,7 @@ async def _undo_ends(
             if frames is not None and record.uid not in frames:
                 continue
             frame = encode_group(row.group) if frames is None else frames[record.uid]
-            size += len(frame)
-            if size >= _SLICE_BYTES:
-                size = 0
-                await asyncio.sleep(0)
+            await slices.add(len(frame))
         end = check_move(take_event(record.status), Place.BUFFERED)
         assert isinstance(end, End)
         step.store(present.get(record.uid), record, frame)

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
-from forebay.codec.frame import decode_group
 from forebay.core.ledger import Place
-from forebay.core.record import NO_TAGS, Record, Row, Scalar, SessionIds, Tags, identify, number_rollouts
+from forebay.core.record import NO_TAGS, Record, Scalar, SessionIds, Tags
 from forebay.core.rollout import Status
-from forebay.errors import DamagedData, InvalidInput
+from forebay.errors import InvalidInput
 
 __all__ = [
     "COLUMNS",
@@ -28,7 +27,6 @@ __all__ = [
     "exact_number",
     "from_text",
     "read_record",
-    "read_row",
     "record_values",
     "to_text",
 ]
@@ -40,16 +38,13 @@ COLUMNS = (*_FIELDS, "tag_values", "trained_as")
 RECORD = ", ".join(f"g.{name}" for name in _FIELDS)
 """The columns that `read_record` reads, where `groups` is called g."""
 
-_OTHER_TYPES = {
-    **dict.fromkeys(("task_name", "status", "place"), "text NOT NULL"),
-    **dict.fromkeys(("owner", "lease_id", "trained_as"), "text"),
-    **dict.fromkeys(("created_at", "moved_at", "priority"), "double precision NOT NULL"),
-    **dict.fromkeys(("oldest_step", "newest_step", "token_step", "train_step"), "bigint"),
-    **dict.fromkeys(("session_ids", "tags"), "bytea"),
-    "reward": "double precision",
-    "tag_values": "jsonb",
+_HINTS = get_type_hints(Record)
+_SCALARS = {int: "bigint", float: "double precision", str: "text", Status: "text", Place: "text"}
+_KINDS: dict[Any, str] = {
+    **{kind: f"{sql} NOT NULL" for kind, sql in _SCALARS.items()},
+    **{k | None: v for k, v in _SCALARS.items()},
 }
-_TYPES = {name: _OTHER_TYPES.get(name, "bigint NOT NULL") for name in COLUMNS}
+_TYPES = {name: _KINDS.get(_HINTS[name], "bytea") for name in _FIELDS} | {"tag_values": "jsonb", "trained_as": "text"}
 
 TYPES = {name: kind.removesuffix(" NOT NULL") for name, kind in _TYPES.items()}
 """The SQL type of each column."""
@@ -57,7 +52,7 @@ TYPES = {name: kind.removesuffix(" NOT NULL") for name, kind in _TYPES.items()}
 DEFINITIONS = ", ".join(f"{name} {kind}" for name, kind in _TYPES.items()).replace(" text", ' text COLLATE "C"')
 """The columns as CREATE TABLE needs them."""
 
-_STRINGS = tuple(_FIELDS.index(name) for name in ("task_name", "owner", "lease_id"))
+_STRINGS = tuple(index for index, name in enumerate(_FIELDS) if _HINTS[name] in (str, str | None))
 _SESSIONS, _TAGS = _FIELDS.index("session_ids"), _FIELDS.index("tags")
 _STATUS, _PLACE = _FIELDS.index("status"), _FIELDS.index("place")
 _STATUSES = {str(status): status for status in Status}
@@ -153,14 +148,3 @@ def read_record(row: Any) -> Record:
     values[_SESSIONS] = () if sessions is None else _decode_sessions(sessions)
     values[_TAGS] = NO_TAGS if tags is None else _decode_tags(tags)
     return Record(**dict(zip(_FIELDS, values, strict=True)))
-
-
-def read_row(record: Record, frame: bytes | None) -> Row:
-    """A row with its payload; DamagedData if the payload cannot be read."""
-    if frame is None:
-        raise DamagedData("its payload is missing")
-    group = decode_group(frame)
-    # The record is the authority: frames are written before a group has its id.
-    identify(group, record.task_name, record.group_id)
-    number_rollouts(group, record.group_id)
-    return Row(record, group)

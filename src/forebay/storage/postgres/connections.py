@@ -210,8 +210,7 @@ class Connections:
     async def _repeat(self, work: Work[T], undo: Undo[T] | None, run: _Run, begin: str | None, runs: int) -> T:
         for attempt in range(1, runs + 1):
             try:
-                if self._doubts:
-                    await self._resolve_doubts()
+                await self.resolve_doubts()
                 async with self.lend() as connection:
                     step = Step(connection)
                     if begin is None:
@@ -249,7 +248,7 @@ class Connections:
             raise
         return result
 
-    async def _resolve_doubts(self) -> None:
+    async def resolve_doubts(self) -> None:
         """Look up the commits whose outcome was lost with the connection; their callers were told of a failure."""
         doubts, self._doubts = self._doubts, []
         while doubts:

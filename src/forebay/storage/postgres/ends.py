@@ -34,9 +34,9 @@ __all__ = [
     "set_priority",
     "settle",
     "take_ends",
-    "trim_archive",
 ]
 
+# The oldest beyond `keep_trained`, except those that no saved weights were trained on yet.
 _TRIM = """
 WITH trimmed AS (
     DELETE FROM groups WHERE uid IN (
@@ -99,7 +99,7 @@ async def end_or_archive(
     for record in records:
         step.archive(record)
     await step.write()
-    await trim_archive(step.connection, settings.keep_trained)
+    await step.connection.execute(_TRIM, settings.keep_trained)
 
 
 def _nack(step: Step, records: Sequence[Record]) -> None:
@@ -124,15 +124,10 @@ async def release(step: Step, owners: Sequence[str]) -> dict[str, int]:
 # --- the archive --------------------------------------------------------------------------------------
 
 
-async def trim_archive(connection: Any, keep_trained: int) -> None:
-    """Remove the oldest beyond `keep_trained`, except those that no saved weights were trained on yet."""
-    await connection.execute(_TRIM, keep_trained)
-
-
 async def saved(step: Step, model_step: int, keep_trained: int) -> None:
     """Weights of this step are safe, and so is the training up to them."""
     await step.connection.execute("UPDATE store SET saved_step = $1", model_step)
-    await trim_archive(step.connection, keep_trained)
+    await step.connection.execute(_TRIM, keep_trained)
 
 
 async def rewind(step: Step, model_step: int) -> dict[str, int]:

@@ -23,6 +23,7 @@ from typing import Any
 from forebay.core.aio import in_thread
 from forebay.errors import ForebayError
 from forebay.storage.postgres.columns import from_text, to_text
+from forebay.storage.postgres.owners import RENEW
 from forebay.storage.postgres.transactions import LOST
 
 __all__ = ["EVERYTHING", "Notifier"]
@@ -39,12 +40,6 @@ _BEAT_TIMEOUT_S = 10.0
 
 _FAILED: tuple[type[BaseException], ...] = (ForebayError, *LOST)
 _FAILED_BEAT: tuple[type[BaseException], ...] = (*_FAILED, FutureTimeout)
-
-_BEAT = """
-INSERT INTO owners (owner, lease_s, deadline)
-VALUES ($1, $2, clock_timestamp() + make_interval(secs => $2))
-ON CONFLICT (owner) DO UPDATE SET deadline = excluded.deadline, reaped = false
-"""
 
 
 class Notifier:
@@ -102,7 +97,7 @@ class Notifier:
             raise ConnectionError("the notifier is not connected")
         async with self._using:
             try:
-                await connection.execute(_BEAT, to_text(owner), lease_s, timeout=_BEAT_TIMEOUT_S)
+                await connection.execute(RENEW, to_text(owner), lease_s, timeout=_BEAT_TIMEOUT_S)
             except LOST:
                 connection.terminate()  # also one that no longer answers: a new one may
                 raise

@@ -15,7 +15,7 @@ from forebay.storage.postgres.columns import from_text, to_text
 from forebay.storage.postgres.schema import advisory_key, replace_order_index, settings_text
 from forebay.storage.postgres.step import Step
 
-__all__ = ["IS_LATE", "leave", "next_deadline", "reap", "register"]
+__all__ = ["IS_LATE", "RENEW", "leave", "next_deadline", "reap", "register"]
 
 _KEEP_S = 86_400.0
 """How long an owner that stopped sending heartbeats is remembered."""
@@ -27,9 +27,10 @@ IS_LATE = (
 )
 """Whether an owner (called o) is to be reaped: it was not yet, or holds groups again."""
 
-_REGISTER = """
+RENEW = """
 INSERT INTO owners (owner, lease_s, deadline) VALUES ($1, $2, clock_timestamp() + make_interval(secs => $2))
 ON CONFLICT (owner) DO UPDATE SET lease_s = excluded.lease_s, deadline = excluded.deadline, reaped = false"""
+"""A heartbeat of an owner."""
 
 
 async def register(step: Step, name: str, owner: str, settings: Settings, lease_s: float | None) -> None:
@@ -47,7 +48,7 @@ async def register(step: Step, name: str, owner: str, settings: Settings, lease_
             )
         await replace_order_index(connection, settings.order)
         await connection.execute("UPDATE store SET settings = $1", wanted)
-    await connection.execute(_REGISTER, to_text(owner), lease_s)
+    await connection.execute(RENEW, to_text(owner), lease_s)
 
 
 async def leave(step: Step, owner: str) -> None:

@@ -6,7 +6,6 @@ through COPY.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Collection, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from forebay.core.record import Record, identify
 from forebay.errors import CursorMoved
 from forebay.storage.base import Arrival, Content
 from forebay.storage.idempotency import CALL, Stored
+from forebay.storage.payloads import Slices
 from forebay.storage.postgres import accounts
 from forebay.storage.postgres.columns import RECORD, from_text, read_record, to_text
 from forebay.storage.postgres.reads import SIZES, USAGE, sizes_of, usage_of
@@ -31,13 +31,10 @@ from forebay.storage.rules import (
     returned_record,
 )
 
-__all__ = ["Frames", "HandIds", "is_single", "issue", "may_need_room", "put"]
+__all__ = ["Frames", "HandIds", "is_bounded", "is_single", "issue", "may_need_room", "put"]
 
 COPY_BYTES = 1 << 20
 """Frames of this size together go through COPY; below, one statement with arrays is faster."""
-
-_SLICE_BYTES = 4 << 20
-"""Frames that are encoded before the event loop gets its turn: a few milliseconds."""
 
 _BEFORE_ISSUE = f"""
 SELECT (SELECT cursor FROM accounts WHERE task_name = $1 FOR UPDATE) AS cursor,
@@ -98,13 +95,10 @@ class Frames:
         """Write frames through COPY; `uids` by the index of the content."""
 
         async def rows() -> AsyncIterator[tuple[int, bytes]]:
-            size = 0
+            slices = Slices()
             for index, uid in uids.items():
                 frame = encode_group(self._contents[index].group)
-                size += len(frame)
-                if size >= _SLICE_BYTES:
-                    size = 0
-                    await asyncio.sleep(0)
+                await slices.add(len(frame))
                 yield uid, frame
 
         await connection.copy_records_to_table("payloads", columns=("uid", "frame"), records=rows())
@@ -136,12 +130,16 @@ async def issue(
     """Write the prompts that fit as rows in flight, and advance the cursor."""
     connection, name = step.connection, to_text(task_name)
     arguments = (name, cursor, cursor + len(contents) - 1)
-    found = await connection.fetchrow(_BEFORE_ISSUE, *arguments)
-    reserved = _fitting(task_name, contents, cursor, found, settings)
-    if reserved and found["cursor"] is None:  # the first prompts of the task: there was no account to lock
-        await accounts.ensure(connection, [task_name])
+    while True:
         found = await connection.fetchrow(_BEFORE_ISSUE, *arguments)
-        reserved = _fitting(task_name, contents, cursor, found, settings)
+        if (found["cursor"] or 0) != cursor:
+            raise CursorMoved(task_name, cursor, found["cursor"] or 0)
+        if found["taken"] is not None:
+            raise drawn_by_hand(task_name, found["taken"])
+        reserved = fitting(contents, sizes_of(found), usage_of(found), settings, found["used_in_flight"])
+        if not reserved or found["cursor"] is not None:
+            break
+        await accounts.ensure(connection, [task_name])  # the first prompts of the task: there was no account to lock
     stored: dict[int, Record] = {}
     for index, (content, size) in enumerate(zip(contents, reserved, strict=False)):
         check_move(Event.DRAWN, None)
@@ -177,23 +175,18 @@ async def issue(
     return records
 
 
-def _fitting(task_name: str, contents: Sequence[Content], cursor: int, found: Any, settings: Settings) -> list[int]:
-    """The reservations of the prompts that fit; CursorMoved or DuplicateGroup if they cannot be issued."""
-    if (found["cursor"] or 0) != cursor:
-        raise CursorMoved(task_name, cursor, found["cursor"] or 0)
-    if found["taken"] is not None:
-        raise drawn_by_hand(task_name, found["taken"])
-    return fitting(contents, sizes_of(found), usage_of(found), settings, found["used_in_flight"])
-
-
 # --- put ----------------------------------------------------------------------------------------------
+
+
+def is_bounded(settings: Settings) -> bool:
+    """Whether there is a capacity to check."""
+    return settings.max_groups is not None or settings.max_bytes is not None
 
 
 def is_single(arrivals: Sequence[Arrival], frames: Frames, settings: Settings) -> bool:
     """Whether one statement is enough: new groups, few bytes, no capacity to check, no answer to remember."""
     return (
-        settings.max_groups is None
-        and settings.max_bytes is None
+        not is_bounded(settings)
         and all(arrival.group_id is None and not arrival.stale for arrival in arrivals)
         and not frames.large
         and CALL.get() is None
@@ -202,8 +195,7 @@ def is_single(arrivals: Sequence[Arrival], frames: Frames, settings: Settings) -
 
 def may_need_room(arrivals: Sequence[Arrival], settings: Settings) -> bool:
     """Whether a put has to be the only one that checks the capacity."""
-    bounded = settings.max_groups is not None or settings.max_bytes is not None
-    return bounded and any(arrival.attempt is None and not arrival.stale for arrival in arrivals)
+    return is_bounded(settings) and any(arrival.attempt is None and not arrival.stale for arrival in arrivals)
 
 
 async def put(

@@ -99,7 +99,7 @@ class Step:
     # --- noting -------------------------------------------------------------------------------------
 
     def wake(self, task_name: str) -> None:
-        """Wake those who wait for groups of a task, after the commit."""
+        """Wake the waiters of a task after the commit."""
         self.tasks.add(task_name)
 
     def store(self, before: Record | None, after: Record, frame: bytes | None = None) -> None:

@@ -7,7 +7,6 @@ away, operations raise StorageUnavailable; when it is back, the storage continue
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
@@ -38,6 +37,7 @@ from forebay.storage.base import (
     Summary,
 )
 from forebay.storage.idempotency import CALL, Answered, Applied, Call, CallMemory, Counted, Done
+from forebay.storage.payloads import Reading, Slices
 from forebay.storage.postgres import accounts, answers, claims, ends, owners, puts, reads, streams
 from forebay.storage.postgres.connections import Connections
 from forebay.storage.postgres.notify import EVERYTHING, Notifier
@@ -211,7 +211,7 @@ class PostgresStorage(Storage, CallMemory):
                 return await attempt()
             except asyncpg.UniqueViolationError as error:
                 refusal: Exception = error
-                if not answers.is_done_elsewhere(error):
+                if error.table_name != "calls":
                     self._hand_ids.forget()
                     continue
             except _REFUSALS as error:
@@ -241,23 +241,18 @@ class PostgresStorage(Storage, CallMemory):
         self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
     ) -> list[Record]:
         self._check_owner(owner)
-        settings, frames = self._settings, puts.Frames(contents)
-        bounded = settings.max_groups is not None or settings.max_bytes is not None
-
-        async def work(step: Step) -> list[Record]:
-            return await puts.issue(
-                step,
-                task_name,
-                contents,
-                frames,
-                owner=owner,
-                cursor=cursor,
-                source_state=source_state,
-                settings=settings,
-            )
-
+        work = partial(
+            puts.issue,
+            task_name=task_name,
+            contents=contents,
+            frames=puts.Frames(contents),
+            owner=owner,
+            cursor=cursor,
+            source_state=source_state,
+            settings=self._settings,
+        )
+        lock = self._room if puts.is_bounded(self._settings) else None
         async with self._used():
-            lock = self._room if bounded else None
             records = await self._once(lambda: self._connections.step(work, lock=lock))
             if owner in self._closed:  # closed meanwhile
                 await self.release(owner)
@@ -313,6 +308,7 @@ class PostgresStorage(Storage, CallMemory):
         # Claims by a user's policy look at the same groups: they run one after the other.
         lock = None if settings.choose is None else advisory_key(self.name, "choose")
         while True:
+            await self._connections.resolve_doubts()  # they may hold the groups that are wanted
             async with self._connections.lend() as connection:
                 outlook = await claims.look(connection, claim)
             if not outlook.prepares and not outlook.is_worthwhile:
@@ -369,9 +365,10 @@ class PostgresStorage(Storage, CallMemory):
 
     async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
         frames: list[bytes | None] = []
+        slices = Slices()
         for revision in revisions:
             frames.append(None if revision.content is None else encode_group(revision.content.group))
-            await asyncio.sleep(0)
+            await slices.add(len(frames[-1] or b""))
 
         async def work(step: Step) -> list[bool]:
             applied = await ends.revise(step, revisions, frames)
@@ -443,8 +440,9 @@ class PostgresStorage(Storage, CallMemory):
 
     async def _load(self, look: Callable[[Any], Awaitable[list[reads.Found]]]) -> list[Row]:
         """Rows with their payloads. Those that are damaged end as failed."""
-        reading = claims.Reading()
-        await reading.add_all(await self._read(look))
+        reading = Reading()
+        for record, frame in await self._read(look):
+            await reading.add(record, frame)
         if reading.damaged:
             await self._fail_damaged(reading.damaged)
         return reading.rows

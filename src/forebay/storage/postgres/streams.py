@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 from forebay.codec.frame import encode_group
@@ -20,8 +21,9 @@ from forebay.core.rollout import group_status
 from forebay.errors import DamagedData, InvalidInput, StorageUnavailable
 from forebay.storage.base import Snapshot
 from forebay.storage.idempotency import Done
+from forebay.storage.payloads import in_slices, read_row
 from forebay.storage.postgres import accounts, reads
-from forebay.storage.postgres.columns import COLUMNS, RECORD, read_record, read_row, record_values
+from forebay.storage.postgres.columns import COLUMNS, RECORD, read_record, record_values
 from forebay.storage.postgres.step import Step
 from forebay.storage.postgres.transactions import LOST, READ, is_closed
 from forebay.storage.rules import StreamCheck, is_used, restored_accounts
@@ -80,7 +82,7 @@ class Stream:
         try:
             while heads := await connection.fetch(_HEADS, above):
                 above = heads[-1]["uid"]
-                for part in _slices(heads):
+                for part in in_slices(heads, itemgetter("frame_bytes"), _SLICE_BYTES):
                     frames = await connection.fetch(_FRAMES, [row["uid"] for row in part])
                     by_uid = {row["uid"]: row["frame"] for row in frames}
                     for row in part:
@@ -97,18 +99,6 @@ def _read(row: Any, frame: bytes | None) -> Row:
         return read_row(record, frame)
     except DamagedData as error:
         raise DamagedData(f"the payload of group uid {record.uid} was damaged on disk: {error}") from None
-
-
-def _slices(heads: list[Any]) -> Iterator[list[Any]]:
-    part: list[Any] = []
-    size = 0
-    for row in heads:
-        if part and size + row["frame_bytes"] > _SLICE_BYTES:
-            yield part
-            part, size = [], 0
-        part.append(row)
-        size += row["frame_bytes"]
-    yield part
 
 
 async def restore(

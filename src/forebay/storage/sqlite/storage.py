@@ -29,8 +29,8 @@ from forebay.codec.records import decode_account, decode_end, encode_account
 from forebay.core.aio import in_thread, see_through
 from forebay.core.capacity import Settings
 from forebay.core.ledger import Account, Place
-from forebay.core.record import Record, Row, identify, number_rollouts
-from forebay.errors import BufferClosed, DamagedData, InvalidConfig, StorageError, UnreadableData
+from forebay.core.record import Record, Row, identify
+from forebay.errors import BufferClosed, DamagedData, InvalidConfig, StorageError
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Revision, Rows, Snapshot
 from forebay.storage.idempotency import (
     CALL,
@@ -47,6 +47,7 @@ from forebay.storage.idempotency import (
     value_of,
 )
 from forebay.storage.local.storage import LocalStorage
+from forebay.storage.payloads import Reading, Slices
 from forebay.storage.rules import StreamCheck
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.journal import JournaledEngine, JournalTable, Payload
@@ -61,7 +62,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Work = Callable[[Transaction], T]
 
-_SLICE_BYTES = 2**19  # of frames, encoded or decoded before the event loop gets its turn
 _STREAM_GROUPS = 64
 _NO_TIMES: Mapping[int, float] = {}
 
@@ -333,7 +333,7 @@ class SQLiteStorage(LocalStorage, CallMemory):
     async def _encoded(self, contents: Sequence[Content]) -> list[Content]:
         """Contents with their frames, made before anything changes: what cannot be stored is refused here."""
         encoded = []
-        slices = _Slices()
+        slices = Slices()
         for content in contents:
             frame = encode_group(content.group)
             encoded.append(replace(content, frame=frame))
@@ -362,31 +362,16 @@ class SQLiteStorage(LocalStorage, CallMemory):
 
     async def _loaded(self, rows: list[Row]) -> list[Row]:
         frames = await self._do(lambda transaction: transaction.frames([row.record.uid for row in rows]))
-        loaded, damaged = await self._decoded(rows, frames)
-        if damaged:
-            await self._fail_damaged(damaged)
-        return loaded
+        reading = await self._decoded(rows, frames)
+        if reading.damaged:
+            await self._fail_damaged(reading.damaged)
+        return reading.rows
 
-    async def _decoded(self, rows: Sequence[Row], frames: Mapping[int, bytes]) -> tuple[list[Row], dict[int, str]]:
-        loaded: list[Row] = []
-        damaged: dict[int, str] = {}
-        slices = _Slices()
+    async def _decoded(self, rows: Sequence[Row], frames: Mapping[int, bytes]) -> Reading:
+        reading = Reading()
         for row in rows:
-            record = row.record
-            await slices.add(len(frames.get(record.uid, b"")) + 4_096)
-            try:
-                frame = frames.get(record.uid)
-                if frame is None:
-                    raise DamagedData("its payload is missing")
-                group = decode_group(frame)
-                identify(group, record.task_name, record.group_id)
-                number_rollouts(group, record.group_id)
-                loaded.append(Row(record, group))
-            except UnreadableData:
-                raise
-            except DamagedData as error:
-                damaged[record.uid] = str(error)
-        return loaded, damaged
+            await reading.add(row.record, frames.get(row.record.uid))
+        return reading
 
     async def _fail_damaged(self, damaged: Mapping[int, str]) -> None:
         """Groups whose payload cannot be read end as failed."""
@@ -427,21 +412,21 @@ class SQLiteStorage(LocalStorage, CallMemory):
         try:
             if cancelled is not None:
                 raise cancelled
-            loaded, damaged = await self._decoded([row for found in rows.values() for row in found], frames)
+            reading = await self._decoded([row for found in rows.values() for row in found], frames)
         except BaseException:  # cancelled; or intact, but not readable here
             await self._put_back(rows, frames, call, moved_at)
             raise
-        if damaged:
+        if reading.damaged:
             await self._put_back(rows, frames, call, moved_at)
-            await self._fail_damaged(damaged)
+            await self._fail_damaged(reading.damaged)
             return None
         self._notify(tasks)
-        by_uid = {row.record.uid: row for row in loaded}
+        by_uid = {row.record.uid: row for row in reading.rows}
         return {name: [by_uid[row.record.uid] for row in found] for name, found in rows.items()}
 
     async def undo(self, claim: Claim, rows: Rows) -> None:
         frames: dict[int, bytes] = {}
-        slices = _Slices()
+        slices = Slices()
         for row in [row for found in rows.values() for row in found if taken_for_good(row.record)]:
             frames[row.record.uid] = encode_group(row.group)
             await slices.add(len(frames[row.record.uid]))
@@ -472,8 +457,8 @@ class SQLiteStorage(LocalStorage, CallMemory):
         if held:
             frames |= await self._do(lambda transaction: transaction.frames(held))
         handed = [Row(record, ()) for records in kept.records.values() for record in records]
-        loaded, _ = await self._decoded(handed, frames)
-        here = [row for row in loaded if taken_for_good(row.record) or self._is_held(row.record)]
+        reading = await self._decoded(handed, frames)
+        here = [row for row in reading.rows if taken_for_good(row.record) or self._is_held(row.record)]
         if len(here) < len(handed):
             # Its caller cannot have all of them: it gets none, and holds none that it never learns of.
             await self._put_back(claimed_rows(kept, handed), frames, Call(client, sequence, 0))
@@ -516,10 +501,10 @@ class SQLiteStorage(LocalStorage, CallMemory):
                 part = rows[start : start + _STREAM_GROUPS]
                 uids = [row.record.uid for row in part]
                 frames = await in_thread(lambda uids=uids: transaction.frames(uids))  # type: ignore[misc]
-                loaded, damaged = await self._decoded(part, frames)
-                for uid, error in damaged.items():
+                reading = await self._decoded(part, frames)
+                for uid, error in reading.damaged.items():
                     raise DamagedData(f"the payload of group uid {uid} was damaged on disk: {error}")
-                for row in loaded:
+                for row in reading.rows:
                     yield row
         finally:
             reader.close()
@@ -558,19 +543,6 @@ class SQLiteStorage(LocalStorage, CallMemory):
     async def _insert(self, rows: Sequence[Row]) -> None:
         payloads = {row.record.uid: (encode_group(row.group), schema.summary_of(row.group)) for row in rows}
         await self._do(lambda transaction: transaction.insert([row.record for row in rows], payloads))
-
-
-class _Slices:
-    """Gives the event loop its turn after every half megabyte of frames."""
-
-    def __init__(self) -> None:
-        self._pending = 0
-
-    async def add(self, size: int) -> None:
-        self._pending += size
-        if self._pending >= _SLICE_BYTES:
-            self._pending = 0
-            await asyncio.sleep(0)
 
 
 def _in_turn(*works: Work[None] | None) -> Work[None] | None:
