@@ -3,7 +3,9 @@
 A server that restarts serves its start-up weights again, and nothing in its answers says so. `ServerGate` therefore
 notes which process answers when weights were loaded, and compares. A connection belongs to one process: if, after it
 was made, the server says that it is the process with the weights, everything that this connection brings was generated
-by them. So tokens count only once a `confirm()` that began after their connection was made has returned.
+by them. So tokens count only once a `confirm()` that began after their connection was made has returned. If that gets
+no answer, because the server died meanwhile, they count if the process with the weights had answered less than 3 s
+before the connection was made (`vouches`): no server dies, starts and takes requests in that time.
 
 How a server says which process it is: the start time in its `/metrics` (vLLM), the random seed and start-up times in
 its `/server_info` (SGLang), or else the version of its weights, which a restart sets back. A server that publishes none
@@ -25,7 +27,7 @@ import msgspec
 
 from forebay.errors import EngineError, EngineRestarted
 
-__all__ = ["Engine", "EngineGone", "Fetch", "Process", "ServerGate", "Unreachable", "is_step"]
+__all__ = ["AnotherProcess", "Engine", "EngineGone", "Fetch", "Process", "ServerGate", "Unreachable", "is_step"]
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +35,15 @@ _START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})? ([0-9.eE+]
 _STEP = re.compile(r"[0-9]{1,18}")
 _VERSION_PATHS = ("/weight_info", "/model_info", "/get_model_info")
 _MOST_SPACING_S = 0.25  # a pause may wait for so long
+_FASTEST_START_S = 3.0  # a server that loads a model takes longer to start
 
 
 class Unreachable(Exception):
     """The server did not answer a question about itself."""
+
+
+class AnotherProcess(Unreachable):
+    """Another process than that with the weights answered."""
 
 
 class EngineGone(EngineError):
@@ -92,6 +99,7 @@ class ServerGate:
         self._anonymous = False
         self._has_metrics = True
         self._not_before = 0.0  # when the server may be asked again
+        self._answered: tuple[Process, float] = "", 0.0  # which process did last; asked when
         self._running: asyncio.Task[Process] | None = None
         self._next: asyncio.Task[Process] | None = None
         self._askers: dict[asyncio.Task[Process], int] = {}
@@ -186,8 +194,11 @@ class ServerGate:
     async def _reload(self, reload: Callable[[], Awaitable[None]], reason: str) -> None:
         try:
             await reload()
+            await self.ask()  # connections are made now: see `vouches`
         except EngineGone as error:
             raise Unreachable(str(error)) from error
+        except Unreachable:
+            raise
         except Exception as error:
             raise self._restarted(f"{reason}; and loading the weights again failed: {error}") from error
 
@@ -244,6 +255,7 @@ class ServerGate:
 
     async def ask(self) -> Process:
         """Which process answers at the address now; Unreachable if none does."""
+        began = asyncio.get_running_loop().time()
         process = await self.started()
         if not process:
             version = await self.version()
@@ -251,7 +263,23 @@ class ServerGate:
         if not process and not self._anonymous:
             log.warning("server_anonymous url=%s: restarts cannot be told from lost connections", self.url)
         self._anonymous = not process
+        self._answered = process, began
         return process
+
+    def vouches(self) -> bool:
+        """Whether a connection that was just made must be to a process with the current weights. See the top."""
+        if self._doubt is not None or self._expected is None:
+            return False
+        if self.trust_restarts or self._start_up_weights:
+            return True
+        process, asked = self._answered
+        recent = asyncio.get_running_loop().time() - asked < _FASTEST_START_S
+        return recent and bool(process) and process == self._expected
+
+    @property
+    def _start_up_weights(self) -> bool:
+        """Whether the current weights are those that the server starts with."""
+        return not self.model_step and not self._explicit
 
     async def started(self) -> Process:
         """As `ask`, by what an update of the weights does not change; empty if the server does not say."""
@@ -293,8 +321,7 @@ class ServerGate:
                     self._expected = found
             if found == self._expected:
                 return
-            harmless = not self.model_step and not self._explicit
-            if harmless or self.trust_restarts or await self.version() == str(self.model_step):
+            if self._start_up_weights or self.trust_restarts or await self.version() == str(self.model_step):
                 log.warning("server_restarted url=%s: it has the weights all the same", self.url)
                 self._expected = found
                 return
@@ -304,7 +331,7 @@ class ServerGate:
         reason = self._doubt or "its weights were just loaded again"
         if self.reload is None:
             raise self._restarted(reason)
-        raise Unreachable(f"its weights have to be loaded again: {reason}")
+        raise AnotherProcess(f"its weights have to be loaded again: {reason}")
 
     def _restarted(self, reason: str) -> EngineRestarted:
         return EngineRestarted(

@@ -50,7 +50,7 @@ from forebay.agent_loop.completion import (
     merged,
     read_piece,
 )
-from forebay.agent_loop.gate import Engine, ServerGate, Unreachable
+from forebay.agent_loop.gate import AnotherProcess, Engine, ServerGate, Unreachable
 from forebay.agent_loop.names import NamedHosts
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.agent_loop.server import authorization, checked_url, fetch, same_server, until_idle
@@ -293,15 +293,27 @@ class OpenAIAgentLoop(AgentLoop):
             raise WrongAnswer("the loop, or its client, is closed; build a new one")
         fields = {"model": self.model, "stream": self._stream, "logprobs": 1, "return_token_ids": True}
         body = {name: value for name, value in (fields | answer.ask() | self._extra).items() if value is not None}
+        vouched = False
+
+        async def trace(event: str, _: object) -> None:
+            nonlocal vouched
+            if event.endswith("send_request_headers.started"):  # the connection has just been made, or chosen
+                vouched = self._gate.vouches()
+
         request = self._client.build_request(
-            "POST", self.url, content=msgspec.json.encode(body), headers=self._headers, timeout=self._timeout
+            "POST",
+            self.url,
+            content=msgspec.json.encode(body),
+            headers=self._headers,
+            timeout=self._timeout,
+            extensions={"trace": trace},
         )
         try:
             await self._gate.opened()
             response = await self._client.send(request, stream=True, follow_redirects=False)
             if response.is_success:
                 self.outage.over()
-                await self._take(response, answer)
+                await self._take(response, answer, vouched)
                 if answer.finish_reason == "abort" and not self.paused:
                     await self._gate.confirm()  # nobody asked for it: the server may be going down
             else:
@@ -320,10 +332,11 @@ class OpenAIAgentLoop(AgentLoop):
             kind = response.headers.get("content-type", "no content type")
             raise Interrupted("the answer ended without a finish_reason", detail=f" ({kind:.80})")
 
-    async def _take(self, response: httpx.Response, answer: Answer) -> None:
+    async def _take(self, response: httpx.Response, answer: Answer, vouched: bool) -> None:
         """Receive an answer, and keep it if the server is known to have the current weights.
 
-        All that a connection brings is of one process; which one that is, is asked while it comes.
+        All that a connection brings is of one process; which one that is, is asked while it comes. `vouched`: what to
+        believe if nobody answers.
         """
         confirming = asyncio.create_task(self._gate.confirm())
         receiving = asyncio.create_task(self._receive(response, answer))
@@ -341,12 +354,12 @@ class OpenAIAgentLoop(AgentLoop):
             if failed is not None:
                 raise failed
         except BaseException:
-            await _settle(answer, confirming, _HURRIED_CONFIRM_S)
+            await _settle(answer, confirming, _HURRIED_CONFIRM_S, vouched)
             raise
-        await _settle(answer, confirming, _CONFIRM_S)
-        if not confirming.done():
-            raise Unreachable(f"no answer within {_CONFIRM_S:g} s")
-        confirming.result()
+        if not await _settle(answer, confirming, _CONFIRM_S, vouched) or receiving.cancelled():
+            if not confirming.done():
+                raise Unreachable(f"no answer within {_CONFIRM_S:g} s")
+            confirming.result()
 
     async def _receive(self, response: httpx.Response, answer: Answer) -> None:
         if response.headers.get("content-encoding", "identity").lower() != "identity":
@@ -422,16 +435,19 @@ def _is_away(error: httpx.TransportError) -> bool:
     return isinstance(error, (httpx.NetworkError, httpx.ConnectTimeout))
 
 
-async def _settle(answer: Answer, confirming: asyncio.Task[None], timeout_s: float) -> None:
-    """Wait for the word of the server, and keep what it sent, or not. Also when cancelled."""
+async def _settle(answer: Answer, confirming: asyncio.Task[None], timeout_s: float, vouched: bool) -> bool:
+    """Wait for the word of the server, and keep what it sent, or not; whether it is kept. Also when cancelled."""
+    known = vouched
     try:
         await asyncio.wait((confirming,), timeout=timeout_s)
     finally:
-        if not confirming.done():
-            confirming.cancel()
-            answer.settle(known=False)
-        else:
-            answer.settle(known=not confirming.cancelled() and confirming.exception() is None)
+        if confirming.done() and not confirming.cancelled():
+            error = confirming.exception()
+            unanswered = isinstance(error, Unreachable) and not isinstance(error, AnotherProcess)
+            known = error is None or (unanswered and vouched)
+        confirming.cancel()
+        answer.settle(known=known)
+    return known
 
 
 def _check_vocabulary(state: RolloutState, vocabulary: int | None) -> None:
