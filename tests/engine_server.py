@@ -85,6 +85,7 @@ class EngineServer(CompletionServer):
     keep_version: int = 0  # the number of updates that do not change the version
     started_version: str = "default"
     hold_tails: bool = False  # requests continue forever after their clients have left
+    silent: bool = False  # questions about itself are not answered while it generates
 
     weights: dict[str, bytes] = field(default_factory=dict)
     version: str = "default"
@@ -188,6 +189,7 @@ class EngineServer(CompletionServer):
     # --- control --------------------------------------------------------------------------------------
 
     async def control(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        await self._until(lambda: not (self.silent and self.active))
         url = urlsplit(path)
         query = {name: values[0] for name, values in parse_qs(url.query).items()}
         answer = getattr(self, f"_{self.kind}{url.path.replace('/', '_')}", None)

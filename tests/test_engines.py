@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from forebay import (
@@ -363,6 +364,36 @@ async def test_g13_a_control_loads_the_weights_again_after_a_restart(
     await producing
     assert wrong_spans(trained) == []
     assert {step for group in trained for state in group for step, _ in state.version_spans} > {0}
+
+
+def _enough(server: EngineServer, streams: int) -> Callable[[], bool]:
+    return lambda: sum(request.sent > 9 for request in server.received) == streams
+
+
+async def test_g03_tokens_of_a_server_that_died_before_it_said_who_it_is_count(
+    server: EngineServer, control: EngineControl, weights: Callable[[int], Path]
+) -> None:
+    """It had answered just before, after it was loaded again; then a kill came between its tokens and its answer."""
+    most = 2000
+    async with loop_of(server, engine=control, max_tokens=most, max_retries=0) as loop:
+        await control.update_weights(weights(1), model_step=1)
+        await loop.weights_loaded(1)
+        group = [
+            RolloutState(message=[], task_name="math", group_id=1, prompt_ids=[7, 8], rollout_id=n) for n in (1, 2)
+        ]
+        server.silent = True
+        generating = asyncio.create_task(loop.generate_group(group))
+        for kills in (1, 2):
+            await until(_enough(server, 2 * kills))
+            await server.kill()
+            await until(lambda: loop.outage.away)
+            await server.start_again()
+        members = await generating
+    assert all(np.array_equal(np.asarray(state.logprobs), [-2.0] * most) for state in members)  # of step 1
+    assert len(server.received) == 6
+    left = [request.body["max_tokens"] for request in server.received]
+    assert left[:2] == [most, most]
+    assert all(after < before for before, after in zip(left, left[2:], strict=False))
 
 
 async def test_g13_without_a_control_a_restart_is_an_error_that_says_what_to_do(
@@ -853,7 +884,7 @@ async def test_only_the_step_that_the_control_loaded_can_be_reported(
     await control.update_weights(weights(7), model_step=7)
     async with loop_of(server, engine=control) as loop:
         await loop.weights_loaded(7)
-        with pytest.raises(EngineError, match="loaded with the weights of step 7 by its control, but step 8 was reported"):
+        with pytest.raises(EngineError, match="the weights of step 7 by its control, but step 8 was reported"):
             await loop.weights_loaded(8)
 
 

@@ -4,6 +4,8 @@ A server that restarts serves its start-up weights again, and its answers do not
 which process answers when weights were loaded, and compares. A connection belongs to one process: if the server,
 asked after the connection was made, is the process with the current weights, then everything that arrives on this
 connection was generated with them. So tokens count only after a `confirm()` that began after their connection was made.
+If the server dies before it answers, they count if the process with the current weights had answered within the 3 s
+before the connection was made (`vouches`): no server stops, starts and accepts requests in less.
 
 A server identifies its process by the start time in `/metrics` (vLLM), by the random seed and start-up times in
 `/server_info` (SGLang), or by the version of its weights, which a restart resets. A server that publishes none of these
@@ -28,7 +30,7 @@ import msgspec
 from forebay.core.aio import ignore_exception
 from forebay.errors import EngineError, EngineRestarted
 
-__all__ = ["Engine", "EngineGone", "Fetch", "Process", "ServerMonitor", "Unreachable", "is_step"]
+__all__ = ["AnotherProcess", "Engine", "EngineGone", "Fetch", "Process", "ServerMonitor", "Unreachable", "is_step"]
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +38,15 @@ _START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})? ([0-9.eE+]
 _STEP = re.compile(r"[0-9]{1,18}")
 _VERSION_PATHS = ("/weight_info", "/model_info", "/get_model_info")
 _MAX_SPACING_S = 0.25  # a pause may have to wait this long
+_FASTEST_START_S = 3.0  # a server that loads a model takes longer to start
 
 
 class Unreachable(Exception):
     """The server did not answer a question about itself."""
+
+
+class AnotherProcess(Unreachable):
+    """Another process than that with the weights answered."""
 
 
 class EngineGone(EngineError):
@@ -95,6 +102,7 @@ class ServerMonitor:
         self._anonymous = False
         self._has_metrics = True
         self._not_before = 0.0  # when the server may be asked again
+        self._answered: tuple[Process, float] = "", 0.0  # which process did last; asked when
         self._running: asyncio.Task[Process] | None = None
         self._next: asyncio.Task[Process] | None = None
         self._waiters: dict[asyncio.Task[Process], int] = {}
@@ -190,8 +198,11 @@ class ServerMonitor:
     async def _reload(self, reload: Callable[[], Awaitable[None]], reason: str) -> None:
         try:
             await reload()
+            await self.find_process()  # connections are made now: see `vouches`
         except EngineGone as error:
             raise Unreachable(str(error)) from error
+        except Unreachable:
+            raise
         except Exception as error:
             raise self._restarted(f"{reason}; and loading the weights again failed: {error}") from error
 
@@ -248,6 +259,7 @@ class ServerMonitor:
 
     async def find_process(self) -> Process:
         """The process that answers at the address now; Unreachable if none does."""
+        began = asyncio.get_running_loop().time()
         process = await self.find_start()
         if not process:
             version = await self.version()
@@ -255,7 +267,23 @@ class ServerMonitor:
         if not process and not self._anonymous:
             log.warning("server_anonymous url=%s: a restart looks like a lost connection", self.url)
         self._anonymous = not process
+        self._answered = process, began
         return process
+
+    def vouches(self) -> bool:
+        """Whether a connection that was just made must be to a process with the current weights. See the top."""
+        if self._doubt is not None or self._expected is None:
+            return False
+        if self.trust_restarts or self._start_up_weights:
+            return True
+        process, asked = self._answered
+        recent = asyncio.get_running_loop().time() - asked < _FASTEST_START_S
+        return recent and bool(process) and process == self._expected
+
+    @property
+    def _start_up_weights(self) -> bool:
+        """Whether the current weights are those that the server starts with."""
+        return not self.model_step and not self._explicit
 
     async def find_start(self) -> Process:
         """As `find_process`, by properties that a weight update does not change; empty if the server has none."""
@@ -290,8 +318,7 @@ class ServerMonitor:
                     self._expected = found
             if found == self._expected:
                 return
-            harmless = not self.model_step and not self._explicit
-            if harmless or self.trust_restarts or await self.version() == str(self.model_step):
+            if self._start_up_weights or self.trust_restarts or await self.version() == str(self.model_step):
                 log.warning("server_restarted url=%s: it has the current weights", self.url)
                 self._expected = found
                 return
@@ -301,7 +328,7 @@ class ServerMonitor:
         reason = self._doubt or "its weights were just loaded again"
         if self.reload is None:
             raise self._restarted(reason)
-        raise Unreachable(f"its weights have to be loaded again: {reason}")
+        raise AnotherProcess(f"its weights have to be loaded again: {reason}")
 
     def _restarted(self, reason: str) -> EngineRestarted:
         return EngineRestarted(

@@ -49,7 +49,7 @@ from forebay.agent_loop.completion import (
     merged,
     read_piece,
 )
-from forebay.agent_loop.monitor import Engine, ServerMonitor, Unreachable
+from forebay.agent_loop.monitor import AnotherProcess, Engine, ServerMonitor, Unreachable
 from forebay.agent_loop.names import NamedHosts
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, GATEWAY_STATUSES, Outage, is_outage
 from forebay.agent_loop.server import authorization, checked_url, fetch, same_server, until_idle
@@ -277,15 +277,27 @@ class OpenAIAgentLoop(AgentLoop):
             raise WrongAnswer("the loop, or its client, is closed; create a new one")
         fields = {"model": self.model, "stream": self._stream, "logprobs": 1, "return_token_ids": True}
         body = {name: value for name, value in (fields | answer.ask() | self._extra).items() if value is not None}
+        vouched = False
+
+        async def trace(event: str, _: object) -> None:
+            nonlocal vouched
+            if event.endswith("send_request_headers.started"):  # the connection has just been made, or chosen
+                vouched = self._monitor.vouches()
+
         request = self._client.build_request(
-            "POST", self.url, content=msgspec.json.encode(body), headers=self._headers, timeout=self._timeout
+            "POST",
+            self.url,
+            content=msgspec.json.encode(body),
+            headers=self._headers,
+            timeout=self._timeout,
+            extensions={"trace": trace},
         )
         try:
             await self._monitor.ready()
             response = await self._client.send(request, stream=True, follow_redirects=False)
             if response.is_success:
                 self.outage.over()
-                await self._take(response, answer)
+                await self._take(response, answer, vouched)
                 if answer.finish_reason == "abort" and not self.paused:
                     await self._monitor.confirm()  # we did not ask for it: the server may be shutting down
             else:
@@ -304,10 +316,11 @@ class OpenAIAgentLoop(AgentLoop):
             kind = response.headers.get("content-type", "no content type")
             raise Interrupted("the answer ended without a finish_reason", detail=f" ({kind:.80})")
 
-    async def _take(self, response: httpx.Response, answer: Answer) -> None:
+    async def _take(self, response: httpx.Response, answer: Answer, vouched: bool) -> None:
         """Receive an answer, and keep it if the server has the current weights.
 
-        One connection belongs to one process; the server is asked which one while the answer arrives.
+        One connection belongs to one process; the server is asked which one while the answer arrives. `vouched`:
+        whether to keep the answer if nobody replies.
         """
         confirming = asyncio.create_task(self._monitor.confirm())
         receiving = asyncio.create_task(self._receive(response, answer))
@@ -325,12 +338,12 @@ class OpenAIAgentLoop(AgentLoop):
             if failed is not None:
                 raise failed
         except BaseException:
-            await _settle(answer, confirming, _HURRIED_CONFIRM_S)
+            await _settle(answer, confirming, _HURRIED_CONFIRM_S, vouched)
             raise
-        await _settle(answer, confirming, _CONFIRM_S)
-        if not confirming.done():
-            raise Unreachable(f"no answer within {_CONFIRM_S:g} s")
-        confirming.result()
+        if not await _settle(answer, confirming, _CONFIRM_S, vouched) or receiving.cancelled():
+            if not confirming.done():
+                raise Unreachable(f"no answer within {_CONFIRM_S:g} s")
+            confirming.result()
 
     async def _receive(self, response: httpx.Response, answer: Answer) -> None:
         if response.headers.get("content-encoding", "identity").lower() != "identity":
@@ -399,16 +412,19 @@ class OpenAIAgentLoop(AgentLoop):
         return str(said) if self._api_key is None else str(said).replace(self._api_key, "***")
 
 
-async def _settle(answer: Answer, confirming: asyncio.Task[None], timeout_s: float) -> None:
+async def _settle(answer: Answer, confirming: asyncio.Task[None], timeout_s: float, vouched: bool) -> bool:
     """Wait for the confirmation; keep the new tokens if it succeeded, remove them otherwise. Also when cancelled."""
+    known = vouched
     try:
         await asyncio.wait((confirming,), timeout=timeout_s)
     finally:
-        if not confirming.done():
-            confirming.cancel()
-            answer.settle(known=False)
-        else:
-            answer.settle(known=not confirming.cancelled() and confirming.exception() is None)
+        if confirming.done() and not confirming.cancelled():
+            error = confirming.exception()
+            unanswered = isinstance(error, Unreachable) and not isinstance(error, AnotherProcess)
+            known = error is None or (unanswered and vouched)
+        confirming.cancel()
+        answer.settle(known=known)
+    return known
 
 
 def _check_vocabulary(state: RolloutState, vocabulary: int | None) -> None:

@@ -324,9 +324,7 @@ class DisaggregatedAgentLoopManager(Manager):
             producer = str(self.producer_state)
         future = self.progress.producer_future_step
         if future > self.bound:
-            filling = (
-                f"keeping the steps up to {self.bound} filled, the last one that these weights are fresh for"
-            )
+            filling = f"keeping the steps up to {self.bound} filled, the last one that these weights are fresh for"
         else:
             filling = f"filling step {future}, at most up to {self.bound}"
         return f"{super()._describe()}; producer {producer}, {filling}"
