@@ -55,6 +55,11 @@ def weights(tmp_path: Path) -> Callable[[int], Path]:
     return lambda step: save_weights(tmp_path / f"step_{step}", step)
 
 
+@pytest.fixture(autouse=True)
+def restarts_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forebay.agent_loop.monitor._FASTEST_START_S", 0.0)
+
+
 @pytest.fixture(params=["vllm", "sglang"])
 async def server(request: pytest.FixtureRequest, weights: Callable[[int], Path]) -> AsyncIterator[EngineServer]:
     async with EngineServer(started_with=weights(0), kind=request.param) as running:
@@ -371,9 +376,10 @@ def _enough(server: EngineServer, streams: int) -> Callable[[], bool]:
 
 
 async def test_g03_tokens_of_a_server_that_died_before_it_said_who_it_is_count(
-    server: EngineServer, control: EngineControl, weights: Callable[[int], Path]
+    server: EngineServer, control: EngineControl, weights: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had answered just before, after it was loaded again; then a kill came between its tokens and its answer."""
+    monkeypatch.setattr("forebay.agent_loop.monitor._FASTEST_START_S", HANG_S)
     most = 2000
     async with loop_of(server, engine=control, max_tokens=most, max_retries=0) as loop:
         await control.update_weights(weights(1), model_step=1)

@@ -642,6 +642,33 @@ async def test_a_loop_that_ignores_its_cancel_cannot_change_stored_samples() -> 
     assert [state.num_tries for state in group] == [0, 0, 0]
 
 
+class RaisesAfterASegment(AgentLoop):
+    """Its first attempt leaves an ABORTED segment and a COMPLETED one in the list, and raises."""
+
+    async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
+        answer(state)
+        return state
+
+    async def generate_group(
+        self, group: list[RolloutState], *, enable_partial_rollout: bool = False
+    ) -> list[RolloutState]:
+        if group[0].num_tries:
+            return await super().generate_group(group, enable_partial_rollout=enable_partial_rollout)
+        other = group[0].__copy__()
+        answer(other)
+        other.segment, group[0].status = 1, Status.ABORTED
+        group.append(other)
+        raise RuntimeError("no answer")
+
+
+@simulated
+async def test_a_complete_segment_of_an_aborted_rollout_is_not_kept_when_the_loop_raises() -> None:
+    producer = Producer(RaisesAfterASegment(), members=1)
+    await producer.produce(1)
+    (state,) = await producer.only(Status.COMPLETED)
+    assert (state.segment, state.num_tries) == (0, 1)
+
+
 class LeavesItsTool(AgentLoop):
     """Returns ABORTED in a pause although its tool, which has the sample, still runs."""
 

@@ -338,12 +338,26 @@ class OpenAIAgentLoop(AgentLoop):
             if failed is not None:
                 raise failed
         except BaseException:
-            await _settle(answer, confirming, _HURRIED_CONFIRM_S, vouched)
+            await self._settle(answer, confirming, _HURRIED_CONFIRM_S, vouched)
             raise
-        if not await _settle(answer, confirming, _CONFIRM_S, vouched) or receiving.cancelled():
+        if not await self._settle(answer, confirming, _CONFIRM_S, vouched) or receiving.cancelled():
             if not confirming.done():
                 raise Unreachable(f"no answer within {_CONFIRM_S:g} s")
             confirming.result()
+
+    async def _settle(self, answer: Answer, confirming: asyncio.Task[None], timeout_s: float, vouched: bool) -> bool:
+        """Wait for the confirmation; keep the new tokens if they count, else remove them. Also when cancelled."""
+        try:
+            await asyncio.wait((confirming,), timeout=timeout_s)
+        finally:
+            known = vouched and not self._monitor.doubted
+            if confirming.done() and not confirming.cancelled():
+                error = confirming.exception()
+                unanswered = isinstance(error, Unreachable) and not isinstance(error, AnotherProcess)
+                known = error is None or (unanswered and known)
+            confirming.cancel()
+            answer.settle(known=known)
+        return known
 
     async def _receive(self, response: httpx.Response, answer: Answer) -> None:
         if response.headers.get("content-encoding", "identity").lower() != "identity":
@@ -410,21 +424,6 @@ class OpenAIAgentLoop(AgentLoop):
     def _without_key(self, said: object) -> str:
         """A server's message without our key: some servers repeat the headers."""
         return str(said) if self._api_key is None else str(said).replace(self._api_key, "***")
-
-
-async def _settle(answer: Answer, confirming: asyncio.Task[None], timeout_s: float, vouched: bool) -> bool:
-    """Wait for the confirmation; keep the new tokens if it succeeded, remove them otherwise. Also when cancelled."""
-    known = vouched
-    try:
-        await asyncio.wait((confirming,), timeout=timeout_s)
-    finally:
-        if confirming.done() and not confirming.cancelled():
-            error = confirming.exception()
-            unanswered = isinstance(error, Unreachable) and not isinstance(error, AnotherProcess)
-            known = error is None or (unanswered and vouched)
-        confirming.cancel()
-        answer.settle(known=known)
-    return known
 
 
 def _check_vocabulary(state: RolloutState, vocabulary: int | None) -> None:

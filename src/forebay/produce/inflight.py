@@ -453,8 +453,11 @@ class Works:
         return await agent_loop.generate_group(working, enable_partial_rollout=self._partial or continues)
 
     def _finished(self, returned: object) -> list[RolloutState]:
-        states = returned if isinstance(returned, (list, tuple)) else ()
-        return [state for state in states if isinstance(state, RolloutState) and state.status == Status.COMPLETED]
+        """The samples of complete rollouts. A rollout is incomplete if one of its segments is."""
+        given = returned if isinstance(returned, (list, tuple)) else ()
+        states = [state for state in given if isinstance(state, RolloutState)]
+        incomplete = [state.rollout_id for state in states if state.status != Status.COMPLETED]
+        return [state for state in states if state.rollout_id not in incomplete]
 
     def _what_there_is(
         self, issued: Sequence[RolloutState], returned: object, *, keep: bool = False
