@@ -30,6 +30,7 @@ async def test_every_version_span_has_the_logprobs_of_the_weights_that_it_names(
             assert update.checked > 0
             assert update.unchecked == 0
         await plane.train(UPDATES + 1)
+        await plane.streamed.more(300)  # of the last weights
         await plane.manager.shutdown()
         await producer
         samples = await plane.samples()
