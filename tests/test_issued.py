@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from forebay import ReplayBuffer, RolloutState, SampleParams, Sampler, Status, group_bytes
 from forebay.codec.frame import decode_group, encode_group
 from forebay.config import AsyncReplayBufferConfig
-from forebay.core.issued import apply_difference, difference, remember_prompt, settle_changes
+from forebay.core.payload import apply_difference, difference, remember_prompt, settle_changes
 from forebay.core.rollout import ISSUED_FIELDS, reset_response
 from forebay.errors import DamagedData
 from tests.test_codec import frame_of, packed, same

@@ -114,7 +114,7 @@ def test_the_version_equals_that_of_the_project() -> None:
 
 
 def test_the_list_of_modules_is_not_empty() -> None:
-    assert {"forebay.buffer.buffer", "forebay.core.query", "forebay.storage.local.sorted_keys"} <= set(_MODULES)
+    assert {"forebay.buffer.buffer", "forebay.core.query", "forebay.storage.local.memory"} <= set(_MODULES)
 
 
 @pytest.mark.parametrize("name", _MODULES)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from forebay import NoProgress, RolloutState, Status, TerminalProgress
-from forebay.produce import progress
+from forebay.produce import stats
 from forebay.produce.stats import Figures, Outcome, quantile
 from forebay.testing import make_group
 from tests.test_strategy import TASK, Counted, Producer, after, answer, never, running_ahead, simulated
@@ -251,7 +251,7 @@ def test_without_a_terminal_each_task_is_logged_in_turn(clock: Clock, caplog: py
     """A task that is updated often does not keep the others out of the log."""
     stream = io.StringIO()
     shown = TerminalProgress(stream)
-    with caplog.at_level(logging.INFO, "forebay.produce.progress"):
+    with caplog.at_level(logging.INFO, "forebay.produce.stats"):
         for second in range(21):
             shown.update("math", second, 100, 3, Figures(completed=second))
             shown.update("code", 1, 2, 1, Figures())
@@ -283,7 +283,7 @@ def test_a_stream_that_is_closed_missing_or_broken_ends_no_run(
 
     TerminalProgress(Ascii()).update("größe", 1, 4, 3, Figures())
     monkeypatch.setattr(sys, "stderr", None)
-    with caplog.at_level(logging.INFO, "forebay.produce.progress"):
+    with caplog.at_level(logging.INFO, "forebay.produce.stats"):
         TerminalProgress().update("math", 1, 4, 3, Figures())
     assert "produce_progress task=math" in caplog.text
 
@@ -293,13 +293,13 @@ def test_the_default_progress_follows_standard_error(clock: Clock, monkeypatch: 
     monkeypatch.setattr(sys, "stderr", terminal)
     TerminalProgress().update("math", 1, 4, 3, Figures())
     assert "math" in terminal.getvalue()
-    assert progress.default_progress() is progress.default_progress()
+    assert stats.default_progress() is stats.default_progress()
 
 
 def test_a_bar_is_full_at_and_beyond_its_target() -> None:
-    assert progress.bar(0, 0, width=4) == "[####] 0/0"
-    assert progress.bar(9, 3, width=4) == "[####] 9/3"
-    assert progress.bar(0, 3, width=4) == "[....] 0/3"
+    assert stats.bar(0, 0, width=4) == "[####] 0/0"
+    assert stats.bar(9, 3, width=4) == "[####] 9/3"
+    assert stats.bar(0, 3, width=4) == "[....] 0/3"
 
 
 @simulated

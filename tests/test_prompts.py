@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from forebay import RolloutState, SampleParams, Status
 from forebay.errors import InvalidRecord
-from forebay.prompts.records import ToRolloutState, build_prompt, independent
+from forebay.prompts.sources import ToRolloutState, build_prompt, independent
 
 TURN = {"role": "user", "content": "hello"}
 

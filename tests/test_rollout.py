@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay import ReplayBuffer
+from forebay.core.payload import freeze_arrays, group_bytes
 from forebay.core.rollout import (
     COLUMNS,
     DRAWABLE,
@@ -34,7 +35,6 @@ from forebay.core.rollout import (
     version_spans_of,
     versioned_tokens,
 )
-from forebay.core.sizes import freeze_arrays, group_bytes
 from forebay.errors import InvalidGroup, InvalidInput, UnsupportedPayload
 
 

@@ -32,8 +32,8 @@ from forebay import (
 )
 from forebay.core.rollout import DRAWABLE
 from forebay.prompts import sampler as sampler_module
-from forebay.prompts.map_style import shuffled_index
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, give_back
+from forebay.prompts.sources import shuffled_index
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from tests.processes import HANG_S

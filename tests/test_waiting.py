@@ -10,7 +10,7 @@ import pytest
 
 from forebay import BufferClosed, MemoryStorage, ReplayBuffer, Sampler, Status, WaitTimeout, WrongEventLoop
 from forebay.buffer.internal import internals
-from forebay.buffer.waiting import Changes
+from forebay.core.aio import Changes
 from forebay.testing import make_group
 from tests.processes import HANG_S
 from tests.support import closed_ledger, draw, turns

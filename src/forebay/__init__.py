@@ -21,6 +21,7 @@ from forebay.config import (
 )
 from forebay.core.lazy import lazy_names as _lazy_names
 from forebay.core.ledger import End, GroupEnd, Place
+from forebay.core.payload import group_bytes
 from forebay.core.policy import (
     Column,
     FIFOReplayPolicy,
@@ -32,7 +33,6 @@ from forebay.core.policy import (
 )
 from forebay.core.record import Record
 from forebay.core.rollout import RolloutState, SampleParams, Status, finish_status, group_status, version_spans_of
-from forebay.core.sizes import group_bytes
 from forebay.core.staleness import group_staleness, sample_staleness, stale_threshold, staleness, token_mask
 from forebay.errors import (
     BufferClosed,

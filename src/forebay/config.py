@@ -47,8 +47,8 @@ from forebay.produce import (
 )
 from forebay.produce.filters import Filter
 from forebay.produce.judge import GroupReward, SampleReward
-from forebay.prompts.records import Tokenize, ToRolloutState
 from forebay.prompts.sampler import Sampler
+from forebay.prompts.sources import Tokenize, ToRolloutState
 from forebay.storage.base import Storage
 from forebay.storage.urls import build_storage, check_storage_url
 

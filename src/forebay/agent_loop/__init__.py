@@ -5,8 +5,7 @@
 
 import typing as _typing
 
-from forebay.agent_loop.base import AgentLoop
-from forebay.agent_loop.function import FunctionAgentLoop
+from forebay.agent_loop.base import AgentLoop, FunctionAgentLoop
 from forebay.core.lazy import lazy_names as _lazy_names
 
 if _typing.TYPE_CHECKING:

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from forebay.buffer import explain
-from forebay.buffer.claims import LeaseAttempt, asked
-from forebay.buffer.expiry import Expiry
+from forebay.buffer.admission import Expiry
 from forebay.buffer.group_ends import GroupEnds, OnGroupEnd
 from forebay.buffer.internal import Internals
-from forebay.buffer.lease import Lease, LeaseRequest
+from forebay.buffer.lease import Lease, LeaseAttempt, LeaseRequest, asked
 from forebay.buffer.session import Session
 from forebay.core.capacity import EXPECT_GROUP_BYTES, Settings
 from forebay.core.ledger import Clock, LedgerLine, Place

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 
 from forebay.buffer.group_ends import GroupEnds
-from forebay.buffer.waiting import Wait
-from forebay.core.aio import Pool
+from forebay.core.aio import Pool, Wait
 from forebay.core.capacity import Settings, fits
 from forebay.core.fingerprint import unverified_records
 from forebay.core.ledger import Place

@@ -20,7 +20,7 @@ from forebay.core.ledger import GroupEnd
 from forebay.errors import BufferClosed, InvalidConfig
 
 if TYPE_CHECKING:
-    from forebay.buffer.waiting import Changes
+    from forebay.core.aio import Changes
     from forebay.storage.base import Storage
 
 __all__ = ["GroupEnds", "OnGroupEnd"]

@@ -12,10 +12,16 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from forebay.buffer.admission import admit, content_of, lost_reason, needs_values, resolve_arrivals, resolve_contents
-from forebay.buffer.claims import Claims, LeaseAttempt
-from forebay.buffer.expiry import Expiry
-from forebay.buffer.lease import Lease
+from forebay.buffer.admission import (
+    Expiry,
+    admit,
+    content_of,
+    lost_reason,
+    needs_values,
+    resolve_arrivals,
+    resolve_contents,
+)
+from forebay.buffer.lease import Claims, Lease, LeaseAttempt
 from forebay.buffer.session import Session
 from forebay.core.ledger import Clock
 from forebay.core.record import Record, Row, Tags, check_tags, identify, present

@@ -8,6 +8,7 @@ wake for those, too.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import uuid
@@ -18,8 +19,7 @@ from weakref import WeakKeyDictionary
 
 from forebay.buffer import explain
 from forebay.buffer.group_ends import GroupEnds
-from forebay.buffer.waiting import ANY_TASK, Changes, Heartbeat, Waits
-from forebay.core.aio import FILES, Deadline, in_thread
+from forebay.core.aio import ANY_TASK, FILES, Changes, Deadline, Heartbeat, Waits, in_thread
 from forebay.core.capacity import Settings, fits
 from forebay.core.record import Facts
 from forebay.core.rollout import DRAWABLE, Status
@@ -55,6 +55,7 @@ class Session:
         self._opening: asyncio.Future[None] | None = None
         self._opened = False
         self._asked: list[Mapping[str, int]] = []
+        self._next_reap = 0.0  # when dead owners may be found again
         self._refused: Facts | None = None  # of the last prompt, if there was no room for it
 
     # --- opening and closing --------------------------------------------------------------------------
@@ -87,6 +88,7 @@ class Session:
         if self._unsubscribe is not None:
             self._unsubscribe()
         self._loop = loop
+        self._next_reap = 0.0
         self._opening = None
         self._changes = Changes(loop)
         self._unsubscribe = self.storage.subscribe(self._changes.notify)
@@ -218,16 +220,20 @@ class Session:
         self, changes: Changes, ticket: int, deadline: Deadline, what: str, ready: Ready | None, tasks: Collection[str]
     ) -> None:
         """Until something changed, the next deadline of an owner passed, or our own time is up."""
-        reaped = await self.storage.reap()
-        if reaped.returned:
-            return
+        clock = asyncio.get_running_loop().time
+        if clock() >= self._next_reap:
+            reaped = await self.storage.reap()
+            if reaped.returned:
+                return
+            # An owner that came after this look has no deadline in it: look again within the time of a lease.
+            ends = [seconds for seconds in (reaped.next_s, self.lease_s) if seconds is not None]
+            self._next_reap = clock() + min(ends, default=math.inf)
         left_s = deadline.left_s()
         if left_s == 0:
             assert deadline.timeout_s is not None
             raise WaitTimeout(what, deadline.timeout_s, await self.explain())
-        # An owner that came after this look has no deadline in it: look again within the time of a lease.
-        ends = [seconds for seconds in (left_s, reaped.next_s, self.lease_s) if seconds is not None]
-        await changes.wait(ticket, min(ends) if ends else None, lambda: self.storage.watch(ready), tasks)
+        left_s = min(math.inf if left_s is None else left_s, max(0.0, self._next_reap - clock()))
+        await changes.wait(ticket, None if left_s == math.inf else left_s, lambda: self.storage.watch(ready), tasks)
 
     @property
     def produced(self) -> frozenset[str] | None:

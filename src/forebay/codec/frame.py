@@ -8,7 +8,7 @@ A group with references (see `core.references`) is a frame of version 2: the hea
 resolved references, each once, and extension 3 is an index into them. Extension 4 is an index into a list of references
 that travels beside the frame. Values hold no references.
 
-A group of which an agent loop changed the prompt (see `core.issued`) is a frame of version 3: the head has a fourth
+A group of which an agent loop changed the prompt (see `core.payload`) is a frame of version 3: the head has a fourth
 part with one entry per member: None, or the index of a sample and a difference. The samples after the members are
 prompts as issued; such a member has the fields of its prompt with the difference applied.
 """
@@ -24,7 +24,7 @@ from msgspec.msgpack import Decoder, Encoder
 from msgspec.structs import replace
 
 from forebay.codec.values import ENCODE_ERRORS, READ_ERRORS, Buffer, ValueReader, ValueWriter, split_frame
-from forebay.core.issued import apply_difference, difference
+from forebay.core.payload import apply_difference, difference
 from forebay.core.plain import LEAVES, NUMBERS, same_value
 from forebay.core.references import Resolved, is_reference, put_back
 from forebay.core.rollout import (

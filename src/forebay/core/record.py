@@ -13,10 +13,9 @@ from typing import TypeAlias
 
 import msgspec
 
-from forebay.core.issued import remember_prompt
 from forebay.core.ledger import End, GroupEnd, Place, kept_reason
+from forebay.core.payload import group_sizes, remember_prompt
 from forebay.core.rollout import Group, RolloutState, Status, carries_response, group_reward, group_status, group_tokens
-from forebay.core.sizes import group_sizes
 from forebay.core.staleness import Floors, group_newest_step, group_oldest_step, group_token_step
 from forebay.errors import InvalidInput
 

@@ -21,9 +21,9 @@ from forebay.core.rollout import USER_FIELDS, Group, RolloutState, Status
 from forebay.errors import ReferenceLost
 
 __all__ = [
+    "KINDS",
     "REFERENCE_BYTES",
     "Resolved",
-    "any_kind",
     "as_values",
     "is_reference",
     "put_back",
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
     available: Callable[[], bool]
 
 
-_kinds: dict[type, Kind] = {}
+KINDS: dict[type, Kind] = {}
 _as_values: ContextVar[bool] = ContextVar("as_values", default=False)
 
 
@@ -74,22 +74,17 @@ def register(
     `resolve` waits for the value, and raises ReferenceLost if the value no longer exists; `put` makes a reference to
     plain data and may be called in any thread; `available` says whether this process can call `put` now.
     """
-    _kinds[kind] = Kind(resolve, put, available)
+    KINDS[kind] = Kind(resolve, put, available)
 
 
 def unregister(kind: type) -> None:
     """Stop treating values of this type as references."""
-    _kinds.pop(kind, None)
-
-
-def any_kind() -> bool:
-    """Whether any kind of reference is registered."""
-    return bool(_kinds)
+    KINDS.pop(kind, None)
 
 
 def is_reference(value: object) -> bool:
     """Whether a value is of a registered kind."""
-    return type(value) in _kinds
+    return type(value) in KINDS
 
 
 # --- references and groups ----------------------------------------------------------------------------
@@ -98,7 +93,7 @@ def is_reference(value: object) -> bool:
 def references_of(group: Sequence[RolloutState]) -> dict[Any, str]:
     """The distinct references in a group, each with the path of its first occurrence."""
     found: dict[Any, str] = {}
-    if _kinds:
+    if KINDS:
         seen: set[int] = set()
         for index, member in enumerate(group):
             for state in (member,) if member.issued is None else (member, member.issued):
@@ -151,7 +146,7 @@ async def _resolved(found: Mapping[Any, str]) -> tuple[dict[Any, Resolved], dict
     values: dict[Any, Resolved] = {}
     lost: dict[Any, str] = {}
     results = await asyncio.gather(
-        *[_kinds[type(reference)].resolve(reference) for reference in found], return_exceptions=True
+        *[KINDS[type(reference)].resolve(reference) for reference in found], return_exceptions=True
     )
     for (reference, path), result in zip(found.items(), results, strict=True):
         if isinstance(result, ReferenceLost):
@@ -165,7 +160,7 @@ async def _resolved(found: Mapping[Any, str]) -> tuple[dict[Any, Resolved], dict
 
 def _find(value: Any, path: str, found: dict[Any, str], seen: set[int], depth: int) -> None:
     kind = type(value)
-    if kind in _kinds:
+    if kind in KINDS:
         found.setdefault(value, path)
         return
     if kind is dict:
@@ -213,7 +208,7 @@ def _replaced_member(state: RolloutState, values: Mapping[Any, Any], made: dict[
 
 def _rebuilt(value: Any, values: Mapping[Any, Any], made: dict[int, Any]) -> Any:
     kind = type(value)
-    if kind in _kinds:
+    if kind in KINDS:
         return values.get(value, value)
     if kind is not dict and kind is not list and kind is not tuple:
         return value
@@ -251,7 +246,7 @@ def put_back(values: list[Any]) -> list[Any]:
     """
     if _as_values.get():
         return [Resolved(value) for value in values]
-    for kind in _kinds.values():
+    for kind in KINDS.values():
         if kind.available():
             return [kind.put(value) for value in values]
     return values

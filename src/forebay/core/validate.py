@@ -1,8 +1,8 @@
 """Checks of groups and of arguments, done before anything is stored.
 
 Statuses given as strings become `Status`, and numpy integers become int. Every error names the member or the argument,
-the value that was found, and the value that was expected. Values inside of user data are not checked here: `sizes` and
-the codec do that.
+the value that was found, and the value that was expected. Values inside user data
+are checked by `payload` and the codec.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def check_group(group: Sequence[RolloutState], task_name: str) -> tuple[int | No
             if type(rollout_id) is not int or not -(2**63) <= rollout_id < 2**63:
                 rollout_id = state.rollout_id = _identity("rollout_id", rollout_id)
             seen.add((rollout_id, segment))
-        # Written out, as in `sizes`: loops over FIELDS here make a put a fifth slower.
+        # Written out, as in `payload`: loops over FIELDS here make a put a fifth slower.
         if (
             type(state.error_msg) not in _STRING
             or type(state.response) not in _STRING

@@ -36,8 +36,7 @@ from forebay.manager.results import ProduceBatchResult, ProduceStatus, describe_
 from forebay.manager.schedule import ProduceProgress
 from forebay.manager.task import Task, check_tasks
 from forebay.produce.inflight import Steps
-from forebay.produce.plan import over_issue
-from forebay.produce.settings import backoff_s
+from forebay.produce.plan import backoff_s, over_issue
 from forebay.produce.stats import Figures, quantile
 from forebay.produce.strategy import too_many_rejections
 from forebay.storage.base import TaskSummary

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from forebay.buffer.buffer import ReplayBuffer
-from forebay.buffer.claims import LeaseAttempt
-from forebay.buffer.lease import Lease
+from forebay.buffer.lease import Lease, LeaseAttempt
 from forebay.core.aio import Deadline, see_through
 from forebay.core.ledger import Clock, LedgerLine
 from forebay.core.validate import whole_number

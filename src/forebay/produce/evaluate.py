@@ -21,11 +21,10 @@ from forebay.core.validate import whole_number
 from forebay.errors import InvalidDataset, InvalidInput
 from forebay.produce.inflight import Steps, Works
 from forebay.produce.judge import GroupReward, Judge, SampleReward
-from forebay.produce.progress import Progress, default_progress
-from forebay.produce.settings import Budgets, Timeouts, checked_timeouts
-from forebay.produce.stats import Outcome
-from forebay.prompts.map_style import MapSource
+from forebay.produce.plan import Budgets, Timeouts, checked_timeouts
+from forebay.produce.stats import Outcome, Progress, default_progress
 from forebay.prompts.sampler import Sampler
+from forebay.prompts.sources import MapSource
 
 __all__ = ["Evaluation", "evaluate"]
 

@@ -38,10 +38,9 @@ from forebay.produce.members import (
     settle_tries,
     untrusted_responses,
 )
-from forebay.produce.plan import acceptance
-from forebay.produce.settings import Budgets, Timeouts, backoff_s
+from forebay.produce.plan import Budgets, Timeouts, acceptance, backoff_s
 from forebay.produce.stats import Figures, Outcome
-from forebay.prompts.records import independent
+from forebay.prompts.sources import independent
 
 __all__ = ["STAGES", "Stage", "Steps", "Works", "look_at"]
 

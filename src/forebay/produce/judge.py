@@ -74,21 +74,13 @@ class Judge:
         self.reward_fn = reward_fn
         self.group_reward_fn = group_reward_fn
         self.filters = tuple(filters)
+        self.rewards = reward_fn is not None or group_reward_fn is not None
+        self.idle = not self.rewards and not self.filters
         self.concurrency = whole_number("reward_concurrency", concurrency, least=1)
         self.pool = Pool("judge", concurrency, "rewards and filters")
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._warned: set[int] = set()
         self._calls: dict[Any, asyncio.Future[Any]] = {}  # in threads
-
-    @property
-    def idle(self) -> bool:
-        """Whether there are no rewards and no filters."""
-        return self.reward_fn is None and self.group_reward_fn is None and not self.filters
-
-    @property
-    def rewards(self) -> bool:
-        """Whether there are reward functions."""
-        return self.reward_fn is not None or self.group_reward_fn is not None
 
     async def judge(self, members: list[RolloutState], *, keep_rejected: bool = False) -> Judged:
         """Reward the COMPLETED members, and filter the group if it is complete.

@@ -38,10 +38,18 @@ from forebay.errors import (
 from forebay.produce.filters import Filter
 from forebay.produce.inflight import STAGES, Stage, Steps, Works, look_at
 from forebay.produce.judge import GroupReward, Judge, SampleReward
-from forebay.produce.plan import Plan, make_plan, over_issue, to_start, waiting_again
-from forebay.produce.progress import Progress, default_progress
-from forebay.produce.settings import Budgets, Timeouts, checked_budgets, checked_timeouts
-from forebay.produce.stats import Figures
+from forebay.produce.plan import (
+    Budgets,
+    Plan,
+    Timeouts,
+    checked_budgets,
+    checked_timeouts,
+    make_plan,
+    over_issue,
+    to_start,
+    waiting_again,
+)
+from forebay.produce.stats import Figures, Progress, default_progress
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 from forebay.storage.base import TaskSummary
 

@@ -25,7 +25,7 @@ from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.internal import Issued, internals
 from forebay.core.aio import DATA, Turns, in_thread, see_through, uncancelled
 from forebay.core.fingerprint import Fingerprint, SourceState, differences, pack_state, unpack_state
-from forebay.core.issued import remember_prompt
+from forebay.core.payload import remember_prompt
 from forebay.core.record import number_rollouts
 from forebay.core.rollout import DRAWABLE, RolloutState, Status, carries_response
 from forebay.core.validate import checked_task, whole_number
@@ -42,16 +42,17 @@ from forebay.errors import (
     UnsupportedPayload,
 )
 from forebay.prompts.loader import LoaderSource
-from forebay.prompts.records import (
+from forebay.prompts.sources import (
+    Source,
     Tokenize,
     ToRolloutState,
     as_answer,
     build_prompt,
     independent,
     mark_aborted,
+    open_source,
     without_response,
 )
-from forebay.prompts.sources import Source, open_source
 
 __all__ = ["Sampler", "SamplerWithReplayBuffer", "check_sampler"]
 

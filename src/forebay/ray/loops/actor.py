@@ -23,7 +23,7 @@ from forebay.codec.frame import decode_group, encode_group
 from forebay.core.rollout import Group, RolloutState
 from forebay.core.validate import check_group
 from forebay.errors import EngineRestarted, EngineUnavailable, InvalidConfig, InvalidGroup, InvalidInput
-from forebay.prompts.records import independent
+from forebay.prompts.sources import independent
 
 __all__ = ["KINDS", "LoopActor", "MethodCall", "RemoteError", "Reply", "Started"]
 

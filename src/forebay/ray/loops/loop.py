@@ -28,7 +28,7 @@ from forebay.core.aio import ignore_exception, see_through
 from forebay.core.rollout import RolloutState, Status
 from forebay.core.validate import integer_setting, positive_seconds
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
-from forebay.prompts.records import mark_aborted
+from forebay.prompts.sources import mark_aborted
 from forebay.ray.loops.actor import MethodCall, Reply, Started
 from forebay.ray.loops.pool import LoopPool, Phase, PooledActor, as_future, engine_error, first_line
 
