@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from forebay.codec.frame import encode_group
-from forebay.core.ledger import Place
-from forebay.core.record import Record, describe
+from forebay.core.ledger import Place, Record, describe
 from forebay.core.rollout import Group, Status
 from forebay.storage.sqlite import schema
 

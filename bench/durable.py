@@ -29,7 +29,7 @@ from _durable_rivals import TASK, Numbers, PlainPostgres, PlainSQLite, Rival, fr
 from _harness import Verdict, arguments, duration, quiet, table
 from buffer_ops import longest_hold_ms
 from forebay import ReplayBuffer, RolloutState, Status
-from forebay.core.record import Record
+from forebay.core.ledger import Record
 from forebay.storage.base import Storage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.samples import make_group

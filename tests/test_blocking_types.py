@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import assert_type
 
 from forebay import AsyncReplayBufferConfig, ProducerState, ReplayBuffer, RolloutState, Status, TaskResult, blocking
-from forebay.core.ledger import LedgerLine
-from forebay.core.record import Record
+from forebay.core.ledger import LedgerLine, Record
 from forebay.testing import make_group
 from tests.test_blocking_manager import TASK, colocated, disaggregated
 

@@ -22,8 +22,7 @@ from msgspec.msgpack import Ext
 from forebay.codec.frame import decode_group, encode_group
 from forebay.codec.records import decode_account, decode_record, encode_account, encode_record
 from forebay.codec.values import decode_value, encode_value
-from forebay.core.ledger import Account, End, Place
-from forebay.core.record import Record
+from forebay.core.ledger import Account, End, Place, Record
 from forebay.core.references import Resolved
 from forebay.core.rollout import RolloutState, SampleParams, Status
 from forebay.core.staleness import Limits

@@ -23,7 +23,7 @@ from forebay import (
     TooManyFailures,
 )
 from forebay.buffer.internal import internals
-from forebay.core.record import Record
+from forebay.core.ledger import Record
 from forebay.storage.base import Arrival, Claim, Claimed, Content
 from forebay.testing import make_group, simulate
 from tests.test_strategy import (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from forebay import MemoryStorage, ReplayBuffer, RolloutState, Status, Storage, UnsupportedPayload
 from forebay.buffer.internal import internals
 from forebay.codec.frame import encode_group
-from forebay.core.record import describe
+from forebay.core.ledger import describe
 from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.core import policy
-from forebay.core.ledger import Place
+from forebay.core.ledger import Place, Record
 from forebay.core.policy import (
     ARRIVAL,
     Column,
@@ -24,7 +24,6 @@ from forebay.core.policy import (
     checked_choice,
     order_key,
 )
-from forebay.core.record import Record
 from forebay.core.rollout import Status
 from forebay.errors import ForebayError, InvalidConfig, PolicyError
 

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.buffer.buffer import ReplayBuffer
-from forebay.core.ledger import Place
+from forebay.core.ledger import Place, Record
 from forebay.core.query import Constant, Node, parse, pins, predicate, resolve_staleness
-from forebay.core.record import Record
 from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import staleness
 from forebay.errors import InvalidQuery

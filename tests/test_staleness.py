@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.core.ledger import Place
-from forebay.core.record import Record, describe, is_fresh
+from forebay.core.ledger import Place, Record, describe, is_fresh
 from forebay.core.rollout import RolloutState, Status, VersionSpans
 from forebay.core.staleness import (
     Floors,

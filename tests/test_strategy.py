@@ -40,8 +40,7 @@ from forebay import (
     TooManyRejections,
 )
 from forebay.buffer.internal import internals
-from forebay.core.ledger import Place
-from forebay.core.record import Record
+from forebay.core.ledger import Place, Record
 from forebay.storage.base import Arrival, Summary
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group, simulate

@@ -20,7 +20,7 @@ from forebay.config import (
     TaskConfig,
 )
 from forebay.core.lazy import lazy_names as _lazy_names
-from forebay.core.ledger import End, GroupEnd, Place
+from forebay.core.ledger import End, GroupEnd, Place, Record
 from forebay.core.payload import group_bytes
 from forebay.core.policy import (
     Column,
@@ -31,7 +31,6 @@ from forebay.core.policy import (
     ReplayPolicy,
     StalenessReplayPolicy,
 )
-from forebay.core.record import Record
 from forebay.core.rollout import RolloutState, SampleParams, Status, finish_status, group_status, version_spans_of
 from forebay.core.staleness import group_staleness, sample_staleness, stale_threshold, staleness, token_mask
 from forebay.errors import (

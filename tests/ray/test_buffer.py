@@ -33,7 +33,7 @@ from forebay import (
     blocking,
 )
 from forebay.buffer.internal import internals
-from forebay.core.record import Record
+from forebay.core.ledger import Record
 from forebay.ray import RayReplayBuffer, wire
 from forebay.ray.client import storage as storage_module
 from tests.processes import HANG_S

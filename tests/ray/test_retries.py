@@ -15,9 +15,8 @@ import pytest
 
 from forebay import LostLease, Status, Storage
 from forebay.core.capacity import Settings
-from forebay.core.ledger import Account, Clock, Event
+from forebay.core.ledger import Account, Clock, Event, Record, describe
 from forebay.core.query import parse
-from forebay.core.record import Record, describe
 from forebay.errors import InvalidInput, TooManyWaits
 from forebay.ray import wire
 from forebay.ray.host import host as host_module

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from forebay import MemoryStorage, Storage
 from forebay.core.capacity import Settings
-from forebay.core.ledger import Event, Place
+from forebay.core.ledger import Event, Place, Record, Row, describe
 from forebay.core.query import parse
-from forebay.core.record import Record, Row, describe
 from forebay.core.rollout import RolloutState, Status
 from forebay.errors import DamagedData, LostLease, StorageError, StorageUnavailable
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision, Rows
@@ -333,7 +332,7 @@ import asyncio, sys
 from forebay.storage.base import Arrival, Content, Settings
 from forebay.storage.idempotency import CALL, Call
 from forebay.storage.sqlite import SQLiteStorage
-from forebay.core.record import describe
+from forebay.core.ledger import describe
 from forebay.testing.samples import make_group
 
 async def main():

@@ -21,9 +21,8 @@ from msgspec.structs import replace
 
 from forebay import FIFOReplayPolicy, ReplayBuffer, ReplayPolicy, StalenessReplayPolicy, Storage
 from forebay.core.capacity import Settings
-from forebay.core.ledger import Account, Clock, Event, Place
+from forebay.core.ledger import Account, Clock, Event, Place, Record, Row, describe
 from forebay.core.query import Node, parse, predicate
-from forebay.core.record import Record, Row, describe
 from forebay.core.rollout import Status
 from forebay.errors import (
     CursorMoved,

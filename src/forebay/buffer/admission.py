@@ -19,10 +19,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from forebay.core.ledger import Account, Clock
+from forebay.core.ledger import Account, Clock, Facts, Row, Tags, describe
 from forebay.core.payload import freeze_arrays, settle_changes
 from forebay.core.query import And, Compare
-from forebay.core.record import Facts, Row, Tags, describe
 from forebay.core.references import KINDS, as_values, resolve_or_fail, without_references
 from forebay.core.rollout import (
     Group,

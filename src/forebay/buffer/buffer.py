@@ -20,10 +20,9 @@ from forebay.buffer.internal import Internals
 from forebay.buffer.lease import Lease, LeaseAttempt, LeaseRequest, asked
 from forebay.buffer.session import Session
 from forebay.core.capacity import EXPECT_GROUP_BYTES, Settings
-from forebay.core.ledger import Clock, LedgerLine, Place
+from forebay.core.ledger import Clock, LedgerLine, Place, Record, Tags, present
 from forebay.core.policy import FIFOReplayPolicy, ReplayPolicy
 from forebay.core.query import And, Compare, Node, parse, resolve_staleness
-from forebay.core.record import Record, Tags, present
 from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import EXPIRABLE, Limits
 from forebay.core.validate import (

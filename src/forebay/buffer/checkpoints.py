@@ -31,9 +31,8 @@ from forebay.checkpoint.format import Checkpoint, CheckpointWriter, Manifest, op
 from forebay.codec.frame import encode_group
 from forebay.codec.records import encode_account, encode_record
 from forebay.core.aio import grace, in_thread, start_thread
-from forebay.core.ledger import Account, End, Place
+from forebay.core.ledger import Account, End, Place, Record, Row
 from forebay.core.query import parse
-from forebay.core.record import Record, Row
 from forebay.core.references import as_values, resolve_group
 from forebay.core.rollout import Group, RolloutState, Status, group_status, reset_response
 from forebay.errors import CheckpointTooOld, InvalidInput, ReferenceLost

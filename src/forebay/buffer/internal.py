@@ -23,8 +23,7 @@ from forebay.buffer.admission import (
 )
 from forebay.buffer.lease import Claims, Lease, LeaseAttempt
 from forebay.buffer.session import Session
-from forebay.core.ledger import Clock
-from forebay.core.record import Record, Row, Tags, check_tags, identify, present
+from forebay.core.ledger import Clock, Record, Row, Tags, check_tags, identify, present
 from forebay.core.rollout import DRAWABLE, RolloutState, Status
 from forebay.core.staleness import NO_LIMITS, check_step
 from forebay.core.validate import check_group, checked_many, checked_statuses, checked_task, whole_number

@@ -26,8 +26,7 @@ from msgspec.structs import replace
 from forebay.buffer.admission import Expiry
 from forebay.buffer.session import Session
 from forebay.core.aio import see_through
-from forebay.core.ledger import Event, Place
-from forebay.core.record import present, separate_extra_fields
+from forebay.core.ledger import Event, Place, present, separate_extra_fields
 from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import apply_token_mask, sample_staleness
 from forebay.core.validate import checked_reason, checked_wants, whole_number

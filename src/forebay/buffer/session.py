@@ -21,7 +21,7 @@ from forebay.buffer import explain
 from forebay.buffer.group_ends import GroupEnds
 from forebay.core.aio import ANY_TASK, FILES, Changes, Deadline, Heartbeat, Waits, in_thread
 from forebay.core.capacity import Settings, fits
-from forebay.core.record import Facts
+from forebay.core.ledger import Facts
 from forebay.core.rollout import DRAWABLE, Status
 from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, NoRoom, WaitTimeout, WrongEventLoop
 from forebay.storage.base import Ready, Storage, Summary

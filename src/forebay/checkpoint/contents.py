@@ -15,8 +15,7 @@ from msgspec.structs import asdict, replace
 from forebay.checkpoint.format import Checkpoint, Manifest
 from forebay.codec.frame import decode_group
 from forebay.codec.records import decode_account, decode_record
-from forebay.core.ledger import Account, Place, open_ledger
-from forebay.core.record import Record, Row, describe
+from forebay.core.ledger import Account, Place, Record, Row, describe, open_ledger
 from forebay.core.references import as_values
 from forebay.core.report import Progress, Steps
 from forebay.core.rollout import Group, Status

@@ -7,8 +7,7 @@ from typing import TypeVar
 from msgspec.msgpack import Decoder, Encoder
 
 from forebay.codec.values import READ_ERRORS, Buffer
-from forebay.core.ledger import Account, GroupEnd
-from forebay.core.record import Record
+from forebay.core.ledger import Account, GroupEnd, Record
 from forebay.errors import DamagedData
 
 __all__ = ["decode_account", "decode_end", "decode_record", "encode_account", "encode_end", "encode_record"]

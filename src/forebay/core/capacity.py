@@ -14,9 +14,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from forebay.core.ledger import Event, take_event
+from forebay.core.ledger import Event, Facts, take_event
 from forebay.core.policy import ARRIVAL, Choose, Order
-from forebay.core.record import Facts
 from forebay.core.rollout import Status
 from forebay.errors import NoRoom
 

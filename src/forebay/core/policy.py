@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from forebay.core.record import Record
+from forebay.core.ledger import Record
 from forebay.errors import InvalidConfig, PolicyError
 
 __all__ = [

@@ -26,8 +26,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from forebay.core.ledger import Place
-from forebay.core.record import Record, Scalar
+from forebay.core.ledger import Place, Record, Scalar
 from forebay.core.rollout import Status
 from forebay.errors import InvalidQuery
 

@@ -24,8 +24,7 @@ from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.internal import internals
 from forebay.core.aio import RESOLUTION_S, see_through
-from forebay.core.ledger import Place
-from forebay.core.record import Record
+from forebay.core.ledger import Place, Record
 from forebay.core.rollout import RolloutState, Status, carries_response, group_status
 from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, InvalidInput, LostLease, RewardUnavailable
 from forebay.produce.judge import Judge, Judged, fail_judging, set_aside

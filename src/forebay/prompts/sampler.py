@@ -25,8 +25,8 @@ from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.internal import Issued, internals
 from forebay.core.aio import DATA, Turns, in_thread, see_through, uncancelled
 from forebay.core.fingerprint import Fingerprint, SourceState, differences, pack_state, unpack_state
+from forebay.core.ledger import number_rollouts
 from forebay.core.payload import remember_prompt
-from forebay.core.record import number_rollouts
 from forebay.core.rollout import DRAWABLE, RolloutState, Status, carries_response
 from forebay.core.validate import checked_task, whole_number
 from forebay.errors import (
@@ -106,6 +106,7 @@ class _Prompts:
         self._inline = self.source.inline and to_rollout_state is None and tokenize is None
         self._reading = threading.Lock()
         self._own_state: bytes | None = None  # the last state that was made here: its fingerprint is this data set's
+        self._own: SourceState | None = None  # the same, not packed
         self._said: set[str] = set()  # warnings that were logged
 
     async def read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
@@ -141,11 +142,10 @@ class _Prompts:
 
     def _known(self, cursor: int, state: bytes | None, task_name: str) -> SourceState | None:
         """A source's state after it was compared."""
-        if state is None:
-            return None
+        if state is None or state == self._own_state:
+            return None if state is None else self._own
         known = unpack_state(state)
-        if state != self._own_state:
-            self._refuse_changes(cursor, known.fingerprint, task_name)
+        self._refuse_changes(cursor, known.fingerprint, task_name)
         return known
 
     def _refuse_changes(self, cursor: int, known: Fingerprint, task_name: str) -> bool:
@@ -172,7 +172,8 @@ class _Prompts:
                 self._say("data_unverified task=%s: not all records of the fingerprint can be read again", task_name)
         if now.unverified:
             self._say("data_unverified task=%s: %s", task_name, "; ".join(now.unverified))
-        self._own_state = pack_state(SourceState(fingerprint=now, loader=loader))
+        self._own = SourceState(fingerprint=now, loader=loader)
+        self._own_state = pack_state(self._own)
         return None if self._own_state == state else self._own_state
 
     def _fingerprint(self, *, again: bool = False) -> Fingerprint:

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from forebay.codec.frame import decode_group, encode_parts
-from forebay.core.record import Record, identify
+from forebay.core.ledger import Record, identify
 from forebay.core.rollout import Group
 from forebay.errors import DamagedData
 from forebay.ray.wire import FrameSizes

@@ -14,8 +14,7 @@ from functools import wraps
 from types import UnionType
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeAlias, TypeVar, get_args, get_origin
 
-from forebay.core.ledger import Account, Clock, Event, GroupEnd
-from forebay.core.record import Record
+from forebay.core.ledger import Account, Clock, Event, GroupEnd, Record
 from forebay.core.rollout import Status
 from forebay.ray.wire import ArrivalHead, ClaimedHead, ContentHead, RevisionHead, RowHead
 from forebay.storage.base import Claim, Reaped, Storage, Summary

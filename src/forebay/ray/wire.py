@@ -14,8 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from forebay import errors
+from forebay.core.ledger import Record, Row
 from forebay.core.policy import Order
-from forebay.core.record import Record, Row
 from forebay.core.rollout import Group
 from forebay.errors import DamagedData, ForebayError, StorageError
 from forebay.storage.base import Arrival, Claimed, Content, Revision

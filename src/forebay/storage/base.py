@@ -1,6 +1,6 @@
 """The storage contract: where groups live, and the only place where they move.
 
-A storage holds rows. A row is a record (metadata: status and place, see `core.record`) and a payload (the samples).
+A storage holds rows. A row is a record (metadata: status and place, see `core.ledger`) and a payload (the samples).
 It also keeps one account per task (`core.ledger.Account`: counts, cursor, ends, reasons, clocks, limits).
 `storage.rules` has the rules that every backend shares; `forebay.testing.StorageConformance` proves the result.
 
@@ -38,9 +38,22 @@ from typing import ClassVar, TypeAlias
 import msgspec
 
 from forebay.core.capacity import Settings, Usage
-from forebay.core.ledger import Account, Clock, End, Event, GroupEnd, LedgerLine, Place, arrival_tokens, close_line
+from forebay.core.ledger import (
+    Account,
+    Clock,
+    End,
+    Event,
+    Facts,
+    GroupEnd,
+    LedgerLine,
+    Place,
+    Record,
+    Row,
+    Tags,
+    arrival_tokens,
+    close_line,
+)
 from forebay.core.query import Node
-from forebay.core.record import Facts, Record, Row, Tags
 from forebay.core.rollout import Group, Status
 from forebay.core.staleness import EXPIRABLE, Limits
 

@@ -19,8 +19,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from forebay.core.ledger import Place
-from forebay.core.record import Record, Row
+from forebay.core.ledger import Place, Record, Row
 from forebay.errors import DamagedData, LostLease
 from forebay.storage.base import Claim, Purpose, Rows
 

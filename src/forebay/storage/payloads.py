@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from forebay.codec.frame import decode_group
-from forebay.core.record import Record, Row, identify, number_rollouts
+from forebay.core.ledger import Record, Row, identify, number_rollouts
 from forebay.errors import DamagedData, UnreadableData
 
 __all__ = ["Reading", "Slices", "in_slices", "read_row"]

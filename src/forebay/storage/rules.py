@@ -12,8 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from forebay.core.capacity import Settings, Usage, fits, reservation, reserved_after
-from forebay.core.ledger import Account, Event, Place, check_closed, take_event
-from forebay.core.record import NO_TAGS, Facts, Record
+from forebay.core.ledger import NO_TAGS, Account, Event, Facts, Place, Record, check_closed, take_event
 from forebay.core.rollout import Status
 from forebay.core.staleness import NO_LIMITS
 from forebay.errors import DuplicateGroup, InvalidInput, LostLease

@@ -18,9 +18,8 @@ from msgspec.structs import replace
 
 from forebay.core.aio import uncancelled
 from forebay.core.capacity import Usage
-from forebay.core.ledger import Account, Event, GroupEnd, Place
+from forebay.core.ledger import Account, Event, GroupEnd, Place, Row
 from forebay.core.query import And, Compare, Member
-from forebay.core.record import Row
 from forebay.errors import InvalidInput, LostLease, StorageError
 from forebay.ray.client.link import heard
 from forebay.ray.client.storage import RayStorage, Restore

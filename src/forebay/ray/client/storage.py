@@ -15,8 +15,7 @@ from typing import Any
 
 from forebay.core.aio import see_through, uncancelled
 from forebay.core.capacity import Settings
-from forebay.core.ledger import Account
-from forebay.core.record import Record, Row, identify, number_rollouts
+from forebay.core.ledger import Account, Record, Row, identify, number_rollouts
 from forebay.core.references import resolve_group
 from forebay.errors import BufferLost, ForebayError, StorageUnavailable
 from forebay.ray import references, wire

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from forebay.codec.frame import decode_group
-from forebay.core.record import Record, Row
+from forebay.core.ledger import Record, Row
 from forebay.core.rollout import Group, Status, group_status
 from forebay.ray.parcel import Parcel
 from forebay.storage.base import Content

@@ -18,8 +18,7 @@ from msgspec.structs import replace
 
 from forebay.codec.frame import decode_group
 from forebay.core.capacity import Settings
-from forebay.core.ledger import Account
-from forebay.core.record import Row
+from forebay.core.ledger import Account, Row
 from forebay.core.rollout import Group
 from forebay.errors import InvalidInput, LostLease
 from forebay.ray.host.frames import FrameStorage, framed

@@ -15,10 +15,24 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from msgspec.structs import replace
 
 from forebay.core.capacity import Settings, check_room, note_size, response_size
-from forebay.core.ledger import Account, Clock, End, Event, Place, arrival_event, check_move, take_event
+from forebay.core.ledger import (
+    Account,
+    Clock,
+    End,
+    Event,
+    Place,
+    Record,
+    Row,
+    arrival_event,
+    check_move,
+    group_end,
+    identify,
+    is_fresh,
+    number_rollouts,
+    take_event,
+)
 from forebay.core.policy import CHOICE_ROWS, checked_choice
 from forebay.core.query import Node, predicate
-from forebay.core.record import Record, Row, group_end, identify, is_fresh, number_rollouts
 from forebay.core.rollout import Group, Status, group_status
 from forebay.core.staleness import EXPIRABLE, NO_FLOORS, Floors
 from forebay.errors import BufferClosed, CursorMoved, InvalidConfig

@@ -17,10 +17,9 @@ from operator import itemgetter
 from typing import Any, TypeAlias
 
 from forebay.core.capacity import Usage
-from forebay.core.ledger import Place
+from forebay.core.ledger import Place, Record, Row, is_fresh
 from forebay.core.policy import Order, order_key
 from forebay.core.query import Pins
-from forebay.core.record import Record, Row, is_fresh
 from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.staleness import EXPIRABLE, Floors
 from forebay.storage.local.engine import Engine

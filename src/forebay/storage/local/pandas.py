@@ -15,10 +15,9 @@ import numpy as np
 import pandas as pd
 
 from forebay.core.capacity import Usage
-from forebay.core.ledger import Place
+from forebay.core.ledger import Place, Record, Row, is_fresh
 from forebay.core.policy import Order, order_key
 from forebay.core.query import Pins
-from forebay.core.record import Record, Row, is_fresh
 from forebay.core.rollout import Group, Status
 from forebay.core.staleness import Floors
 from forebay.storage.local.engine import Engine

@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping, Sequence
 
 from forebay.core.capacity import Settings
-from forebay.core.ledger import Account, Clock, Event, GroupEnd, Place
+from forebay.core.ledger import Account, Clock, Event, GroupEnd, Place, Record, Row
 from forebay.core.query import Node, pins, predicate
-from forebay.core.record import Record, Row
 from forebay.core.rollout import Status
 from forebay.errors import InvalidInput
 from forebay.storage.base import (

@@ -10,9 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 
 from forebay.core.capacity import Usage
-from forebay.core.ledger import Place
+from forebay.core.ledger import Place, Record, Row
 from forebay.core.query import Pins
-from forebay.core.record import Record, Row
 from forebay.core.rollout import Status
 from forebay.core.staleness import Floors
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forebay.core.record import Row
+from forebay.core.ledger import Row
 from forebay.storage.base import Claimed
 from forebay.storage.idempotency import Answered, Handed, claimed_rows, decode_kept, is_held, value_of
 from forebay.storage.payloads import Reading

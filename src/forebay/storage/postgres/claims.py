@@ -13,9 +13,8 @@ from typing import Any
 
 from forebay.codec.frame import encode_group
 from forebay.core.capacity import Settings
-from forebay.core.ledger import End, Event, Place, check_move, take_event
+from forebay.core.ledger import End, Event, Place, Record, Row, check_move, take_event
 from forebay.core.policy import ARRIVAL, CHOICE_ROWS, Order, checked_choice
-from forebay.core.record import Record, Row
 from forebay.core.rollout import Status
 from forebay.core.staleness import EXPIRABLE
 from forebay.storage.base import Claim, Claimed, Purpose, Rows, TaskSummary

@@ -14,8 +14,7 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from forebay.core.ledger import Place
-from forebay.core.record import NO_TAGS, Record, Scalar, SessionIds, Tags
+from forebay.core.ledger import NO_TAGS, Place, Record, Scalar, SessionIds, Tags
 from forebay.core.rollout import Status
 from forebay.errors import InvalidInput
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from forebay.core.ledger import Account, End, Place
-from forebay.core.record import Record
+from forebay.core.ledger import Account, End, Place, Record
 from forebay.core.rollout import Status
 
 __all__ = ["BUFFERED", "COUNTERS", "Counters"]

@@ -11,9 +11,8 @@ from typing import Any
 
 from forebay.codec.records import decode_end
 from forebay.core.capacity import Settings
-from forebay.core.ledger import End, Event, GroupEnd, Place, check_move
+from forebay.core.ledger import End, Event, GroupEnd, Place, Record, check_move
 from forebay.core.query import Node
-from forebay.core.record import Record
 from forebay.core.rollout import Status
 from forebay.storage.base import Revision
 from forebay.storage.postgres import accounts

@@ -11,8 +11,7 @@ from typing import Any
 
 from forebay.codec.frame import encode_group
 from forebay.core.capacity import MAX_SIZES, Settings, check_room, response_size
-from forebay.core.ledger import Account, End, Event, Place, arrival_event, check_move
-from forebay.core.record import Record, identify
+from forebay.core.ledger import Account, End, Event, Place, Record, arrival_event, check_move, identify
 from forebay.errors import CursorMoved
 from forebay.storage.base import Arrival, Content
 from forebay.storage.idempotency import CALL, Stored

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from forebay.core.ledger import Scalar
 from forebay.core.query import And, Compare, Constant, Member, Node, Not, Or
-from forebay.core.record import Scalar
 from forebay.errors import InvalidInput, InvalidQuery
 from forebay.storage.postgres.columns import TYPES, exact_number, to_text
 

@@ -11,9 +11,8 @@ from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
 from forebay.core.capacity import Usage
-from forebay.core.ledger import Account, End, Place
+from forebay.core.ledger import Account, End, Place, Record
 from forebay.core.query import Node
-from forebay.core.record import Record
 from forebay.core.rollout import Status
 from forebay.core.staleness import EXPIRABLE
 from forebay.storage.base import Holding, Summary, TaskSummary

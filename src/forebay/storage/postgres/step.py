@@ -12,8 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from forebay.codec.records import encode_end
-from forebay.core.ledger import MAX_REASONS, OTHER_REASONS, End, GroupEnd, Place
-from forebay.core.record import Record, group_end
+from forebay.core.ledger import MAX_REASONS, OTHER_REASONS, End, GroupEnd, Place, Record, group_end
 from forebay.core.rollout import Status
 from forebay.storage.idempotency import CALL, Call, Handed, Kept, encode_kept
 from forebay.storage.postgres.columns import COLUMNS, RECORD, read_record, record_values, to_text

@@ -18,9 +18,8 @@ import asyncpg
 
 from forebay.codec.frame import encode_group
 from forebay.core.capacity import Settings
-from forebay.core.ledger import Account, Clock, Event, GroupEnd
+from forebay.core.ledger import Account, Clock, Event, GroupEnd, Record, Row
 from forebay.core.query import Node
-from forebay.core.record import Record, Row
 from forebay.core.rollout import Status
 from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, LostLease, NoRoom
 from forebay.storage.base import (

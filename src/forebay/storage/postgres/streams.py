@@ -15,8 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 from forebay.codec.frame import encode_group
-from forebay.core.ledger import Account, Place
-from forebay.core.record import Row
+from forebay.core.ledger import Account, Place, Row
 from forebay.core.rollout import group_status
 from forebay.errors import DamagedData, InvalidInput, StorageUnavailable
 from forebay.storage.base import Snapshot

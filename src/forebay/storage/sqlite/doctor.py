@@ -17,8 +17,7 @@ from typing import Literal
 
 from forebay.codec.frame import decode_group
 from forebay.codec.records import decode_account, encode_account
-from forebay.core.ledger import Account, End, Place, open_ledger
-from forebay.core.record import Record
+from forebay.core.ledger import Account, End, Place, Record, open_ledger
 from forebay.core.report import Finding, Level, Progress, Steps, first_of, size_text
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput, StorageError, UnreadableData
 from forebay.storage.sqlite import schema

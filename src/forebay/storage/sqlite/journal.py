@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 
 from forebay.codec.records import encode_end
 from forebay.core.capacity import Settings
-from forebay.core.ledger import GroupEnd
+from forebay.core.ledger import GroupEnd, Record, Row
 from forebay.core.policy import Order
-from forebay.core.record import Record, Row
 from forebay.core.rollout import Group
 from forebay.storage.base import Content
 from forebay.storage.local.engine import Engine

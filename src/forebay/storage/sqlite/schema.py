@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from forebay.core.record import Record
+from forebay.core.ledger import Record
 from forebay.core.rollout import Group
 from forebay.errors import DamagedData, UnreadableData
 

@@ -28,8 +28,7 @@ from forebay.codec.frame import decode_group, encode_group
 from forebay.codec.records import decode_account, decode_end, encode_account
 from forebay.core.aio import in_thread, see_through
 from forebay.core.capacity import Settings
-from forebay.core.ledger import Account, Place
-from forebay.core.record import Record, Row, identify
+from forebay.core.ledger import Account, Place, Record, Row, identify
 from forebay.errors import BufferClosed, DamagedData, InvalidConfig, StorageError
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Revision, Rows, Snapshot
 from forebay.storage.idempotency import (

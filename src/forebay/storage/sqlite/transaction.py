@@ -10,7 +10,7 @@ import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from forebay.core.record import Record
+from forebay.core.ledger import Record
 from forebay.storage.idempotency import Call, Handed, Kept, encode_kept
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.journal import Journal, Payload

@@ -9,10 +9,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from forebay.core.capacity import Settings
-from forebay.core.ledger import Clock, Event
+from forebay.core.ledger import Clock, Event, Row
 from forebay.core.policy import StalenessReplayPolicy
 from forebay.core.query import parse
-from forebay.core.record import Row
 from forebay.core.rollout import Status
 from forebay.core.staleness import Limits
 from forebay.errors import DuplicateGroup, InvalidConfig, InvalidInput

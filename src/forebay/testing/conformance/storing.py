@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from msgspec.structs import replace
 
-from forebay.core.ledger import Clock, Place
+from forebay.core.ledger import Clock, Place, Record
 from forebay.core.policy import (
     CHOICE_ROWS,
     FreshestReplayPolicy,
@@ -17,7 +17,6 @@ from forebay.core.policy import (
     StalenessReplayPolicy,
 )
 from forebay.core.query import parse
-from forebay.core.record import Record
 from forebay.core.rollout import Status
 from forebay.core.staleness import Limits
 from forebay.errors import DuplicateGroup, NoRoom, PolicyError

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from forebay.core.capacity import Settings, Usage
-from forebay.core.ledger import Account
+from forebay.core.ledger import Account, Record, Row, Tags, describe
 from forebay.core.policy import FIFOReplayPolicy, ReplayPolicy
 from forebay.core.query import parse
-from forebay.core.record import Record, Row, Tags, describe
 from forebay.core.rollout import RolloutState, Status
 from forebay.storage.base import Arrival, Claim, Content, Purpose, Storage, TaskSummary
 from forebay.testing.samples import make_group
