@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import struct
+import weakref
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -227,11 +228,20 @@ def test_writing_does_not_change_the_group() -> None:
 
 def test_writing_and_reading_leave_nothing_for_the_cycle_collector() -> None:
     """A cycle would keep the arrays and the frame in memory until the collector runs."""
-    group = [RolloutState(message=[], response_ids=np.arange(9), extra_fields={"t": (1, (2,))})]
-    decode_group(encode_group(group))
-    gc.collect()
-    decode_group(encode_group(group))
-    assert gc.collect() == 0
+    gc.disable()
+    try:
+        array = np.arange(9)
+        frame = encode_group([RolloutState(message=[], response_ids=array, extra_fields={"t": (1, (2,))})])
+        written = weakref.ref(array)
+        del array
+        (state,) = decode_group(frame)
+        assert isinstance(state.response_ids, np.ndarray)
+        read = weakref.ref(state.response_ids)
+        del state
+        assert written() is None
+        assert read() is None
+    finally:
+        gc.enable()
 
 
 # --- what is not plain data ---------------------------------------------------------------------------
