@@ -43,7 +43,7 @@ _CLIENT_ERRORS = frozenset(
 )
 
 
-def is_outage(error: BaseException) -> bool:
+def is_outage(error: BaseException | None) -> bool:
     """Whether an error means that a server is unreachable: a refused or lost connection, or a status 502 to 504.
 
     It knows the errors of httpx, aiohttp, requests and the openai client, and errors caused by a ConnectionError.
@@ -53,17 +53,16 @@ def is_outage(error: BaseException) -> bool:
     )
 
 
-def caused_by(error: BaseException, is_cause: Callable[[BaseException], bool]) -> bool:
+def caused_by(error: BaseException | None, is_cause: Callable[[BaseException], bool]) -> bool:
     """Whether an error, or one that caused it, is such a cause. A group is if all of its errors are."""
     seen: set[int] = set()
-    chain: BaseException | None = error
-    while chain is not None and id(chain) not in seen:
-        seen.add(id(chain))
-        if isinstance(chain, BaseExceptionGroup):
-            return all(caused_by(inner, is_cause) for inner in chain.exceptions)
-        if is_cause(chain):
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, BaseExceptionGroup):
+            return all(caused_by(inner, is_cause) for inner in error.exceptions)
+        if is_cause(error):
             return True
-        chain = chain.__cause__ or chain.__context__  # httpcore sets no cause
+        error = error.__cause__ or error.__context__  # httpcore sets no cause
     return False
 
 
