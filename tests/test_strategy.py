@@ -44,7 +44,7 @@ from forebay.core.ledger import Place, Record
 from forebay.storage.base import Arrival, Summary
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group, simulate
-from forebay.testing.simulate.driver import check_nothing_lost, train
+from forebay.testing.simulate import check_nothing_lost, train
 from tests.support import closed_ledger
 
 P = ParamSpec("P")

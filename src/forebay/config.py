@@ -16,7 +16,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, TypeAlias, TypedDict, Unpack
 
 import msgspec
 
@@ -35,17 +35,8 @@ from forebay.core.validate import checked_task, whole_number
 from forebay.errors import InvalidConfig, InvalidInput
 from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Task
 from forebay.manager.allocation import check_weights
-from forebay.produce import (
-    AsyncProduceStrategy,
-    Budgets,
-    ProduceStrategy,
-    Progress,
-    SyncProduceStrategy,
-    Timeouts,
-    reject_truncated,
-    reject_zero_std,
-)
-from forebay.produce.filters import Filter
+from forebay.produce import AsyncProduceStrategy, Budgets, ProduceStrategy, Progress, SyncProduceStrategy, Timeouts
+from forebay.produce.filters import Filter, reject_truncated, reject_zero_std
 from forebay.produce.judge import GroupReward, SampleReward
 from forebay.prompts.sampler import Sampler
 from forebay.prompts.sources import Tokenize, ToRolloutState
@@ -62,6 +53,7 @@ __all__ = [
     "TaskConfig",
 ]
 
+PolicyName: TypeAlias = Literal["fifo", "staleness", "priority", "freshest"]
 POLICIES: dict[str, type[ReplayPolicy]] = {
     "fifo": FIFOReplayPolicy,
     "staleness": StalenessReplayPolicy,
@@ -104,7 +96,7 @@ class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_field
 
     table: ClassVar[str] = "replay_buffer"
 
-    policy: Literal["fifo", "staleness", "priority", "freshest"] = "fifo"
+    policy: PolicyName = "fifo"
     storage: str = "memory"
     max_groups: int | None = None
     max_bytes: int | None = None
@@ -134,7 +126,18 @@ class SyncReplayBufferConfig(ReplayBufferConfig, kw_only=True, frozen=True, forb
 class AsyncReplayBufferConfig(ReplayBufferConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """Oldest first, in memory: for training that runs at the same time as its producers."""
 
-    policy: Literal["fifo", "staleness", "priority", "freshest"] = "staleness"
+    policy: PolicyName = "staleness"
+
+
+class StrategyParts(TypedDict, total=False):
+    """The parts of a strategy that are objects, not plain data; see `ProduceStrategy`."""
+
+    sync_weights_interval: int
+    reward_fn: SampleReward | None
+    group_reward_fn: GroupReward | None
+    is_valid_sample_fn: Filter | None
+    should_continue_fn: Callable[[int, int], bool] | None
+    progress: Progress | None
 
 
 class StrategyConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -160,70 +163,27 @@ class StrategyConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         self.build(ReplayBuffer(), sync_weights_interval=2)
         if self.kind == "sync":
             for name in _AHEAD:
-                if getattr(self, name) != msgspec.structs.fields(StrategyConfig)[_index(name)].default:
+                if getattr(self, name) != getattr(StrategyConfig(), name):
                     raise InvalidConfig(f"{name}={getattr(self, name)!r} with kind='sync', which never runs ahead")
 
-    def build(
-        self,
-        replay_buffer: ReplayBuffer,
-        *,
-        sync_weights_interval: int = 1,
-        reward_fn: SampleReward | None = None,
-        group_reward_fn: GroupReward | None = None,
-        is_valid_sample_fn: Filter | None = None,
-        should_continue_fn: Callable[[int, int], bool] | None = None,
-        progress: Progress | None = None,
-    ) -> ProduceStrategy:
+    def build(self, replay_buffer: ReplayBuffer, **parts: Unpack[StrategyParts]) -> ProduceStrategy:
         """The strategy; the filters of this config are applied before `is_valid_sample_fn`."""
-        filters: list[Filter] = [_FILTERS[name] for name in self.filters]
-        if is_valid_sample_fn is not None:
-            filters.append(is_valid_sample_fn)
-        if self.kind == "sync":
-            return SyncProduceStrategy(
-                replay_buffer,
-                sync_weights_interval=sync_weights_interval,
-                max_tries=self.max_tries,
-                reward_fn=reward_fn,
-                group_reward_fn=group_reward_fn,
-                is_valid_sample_fn=filters,
-                should_continue_fn=should_continue_fn,
-                timeouts=self.timeouts,
-                budgets=self.budgets,
-                progress=progress,
-            )
-        return AsyncProduceStrategy(
-            replay_buffer,
-            over_sample_threshold=self.over_sample_threshold,
-            enable_partial_rollout=self.enable_partial_rollout,
-            max_staleness=self.max_staleness,
-            max_token_staleness=self.max_token_staleness,
-            sync_weights_interval=sync_weights_interval,
-            tail_batch_trigger_size=self.tail_batch_trigger_size,
-            tail_after=self.tail_after,
-            max_tries=self.max_tries,
-            reward_fn=reward_fn,
-            group_reward_fn=group_reward_fn,
-            is_valid_sample_fn=filters,
-            should_continue_fn=should_continue_fn,
-            timeouts=self.timeouts,
-            budgets=self.budgets,
-            progress=progress,
-        )
+        own = parts.pop("is_valid_sample_fn", None)
+        settings = msgspec.structs.asdict(self)
+        settings["is_valid_sample_fn"] = [_FILTERS[name] for name in settings.pop("filters")]
+        if own is not None:
+            settings["is_valid_sample_fn"].append(own)
+        if settings.pop("kind") == "async":
+            return AsyncProduceStrategy(replay_buffer, **settings, **parts)
+        settings = {name: value for name, value in settings.items() if name not in _AHEAD}
+        return SyncProduceStrategy(replay_buffer, **settings, **parts)
 
 
 _FILTERS: dict[str, Filter] = {"reject_zero_std": reject_zero_std, "reject_truncated": reject_truncated}
 _AHEAD = (
-    "over_sample_threshold",
-    "enable_partial_rollout",
-    "max_staleness",
-    "max_token_staleness",
-    "tail_batch_trigger_size",
-    "tail_after",
-)
-
-
-def _index(name: str) -> int:
-    return StrategyConfig.__struct_fields__.index(name)
+    "over_sample_threshold", "enable_partial_rollout", "max_staleness", "max_token_staleness",
+    "tail_batch_trigger_size", "tail_after",
+)  # fmt: skip
 
 
 class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -253,15 +213,10 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
         replay_buffer: ReplayBuffer,
         agent_loop: AgentLoop,
         *,
-        sync_weights_interval: int = 1,
         dataset: Any = None,
         to_rollout_state: ToRolloutState | None = None,
         tokenize: Tokenize | None = None,
-        reward_fn: SampleReward | None = None,
-        group_reward_fn: GroupReward | None = None,
-        is_valid_sample_fn: Filter | None = None,
-        should_continue_fn: Callable[[int, int], bool] | None = None,
-        progress: Progress | None = None,
+        **parts: Unpack[StrategyParts],
     ) -> Task:
         """The task, with a sampler and a strategy for this buffer."""
         source = self.dataset if dataset is None else dataset
@@ -282,15 +237,7 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
                 offline=self.offline,
                 allow_changed_data=self.allow_changed_data,
             ),
-            strategy=self.strategy.build(
-                replay_buffer,
-                sync_weights_interval=sync_weights_interval,
-                reward_fn=reward_fn,
-                group_reward_fn=group_reward_fn,
-                is_valid_sample_fn=is_valid_sample_fn,
-                should_continue_fn=should_continue_fn,
-                progress=progress,
-            ),
+            strategy=self.strategy.build(replay_buffer, **parts),
         )
 
 

@@ -37,7 +37,7 @@ from forebay import (
 )
 from forebay.ray import RayAgentLoop
 from forebay.ray.loops.pool import Phase
-from forebay.testing.simulate.driver import check_nothing_lost
+from forebay.testing.simulate import check_nothing_lost
 from tests.processes import HANG_S, finished
 from tests.ray.conftest import LocalCluster
 from tests.ray.loops import AheadOfTraining, Crashing, Raising, Scripted, WithoutEngine, group_of, make_raising

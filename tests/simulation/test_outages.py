@@ -36,8 +36,7 @@ from forebay import (
 from forebay.buffer.internal import internals
 from forebay.produce import NoProgress
 from forebay.storage.local.memory import MemoryStorage
-from forebay.testing.simulate import run
-from forebay.testing.simulate.driver import check_ledger
+from forebay.testing.simulate import check_ledger, run
 
 TASK = "math"
 MEMBERS = 4

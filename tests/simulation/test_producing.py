@@ -20,8 +20,7 @@ from forebay.core.staleness import group_staleness
 from forebay.errors import EngineError
 from forebay.produce import AsyncProduceStrategy, Budgets, NoProgress, ProduceStrategy, SyncProduceStrategy, Timeouts
 from forebay.prompts.sampler import SamplerWithReplayBuffer
-from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, run
-from forebay.testing.simulate.driver import check_ledger, check_nothing_lost
+from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, check_ledger, check_nothing_lost, run
 
 TASK = "math"
 SEEDS = range(500)

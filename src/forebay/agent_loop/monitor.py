@@ -225,15 +225,10 @@ class ServerMonitor:
             self._waiters[asking] -= 1
             if not self._waiters[asking]:
                 del self._waiters[asking]
-                self._drop(asking)
+                asking.cancel()  # no call waits for this answer any more
+                if self._next is asking:
+                    self._next = None
         await self._check(found)
-
-    def _drop(self, asking: asyncio.Task[Process]) -> None:
-        """No call waits for this answer any more."""
-        if not asking.done():
-            asking.cancel()
-            if self._next is asking:
-                self._next = None
 
     async def _find_after(self, before: asyncio.Task[Process] | None) -> Process:
         if before is not None and not before.done():

@@ -31,10 +31,10 @@ import os
 import random
 import re
 import socket
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Mapping
 from contextlib import aclosing, suppress
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import httpx
 import msgspec
@@ -52,7 +52,7 @@ from forebay.agent_loop.completion import (
 from forebay.agent_loop.monitor import AnotherProcess, Engine, ServerMonitor, Unreachable
 from forebay.agent_loop.names import NamedHosts
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, GATEWAY_STATUSES, Outage, is_outage
-from forebay.agent_loop.server import authorization, checked_url, fetch, same_server, until_idle
+from forebay.agent_loop.server import authorization, checked_url, fetch, raw, read_into, same_server, until_idle
 from forebay.core.aio import run_user_code, see_through
 from forebay.core.rollout import RolloutState, SampleParams, Status
 from forebay.core.validate import integer_setting, positive_seconds
@@ -370,7 +370,7 @@ class OpenAIAgentLoop(AgentLoop):
                 answer.add(piece)
             return
         reader = EventReader(max_bytes=self._max_bytes)
-        async with aclosing(_raw(response)) as stream:
+        async with aclosing(raw(response)) as stream:
             async for data in stream:
                 for payload in reader.feed(data):
                     if payload == b"[DONE]":
@@ -388,26 +388,18 @@ class OpenAIAgentLoop(AgentLoop):
                         return
 
     async def _body(self, response: httpx.Response) -> bytes:
-        body = bytearray()
         if int(response.headers.get("content-length", 0)) <= self._max_bytes:
-            async with aclosing(_raw(response)) as stream:
-                async for data in stream:
-                    if len(body) + len(data) > self._max_bytes:
-                        break
-                    body += data
-                else:
-                    return bytes(body)
+            body = bytearray()
+            await read_into(body, response, self._max_bytes + 1)
+            if len(body) <= self._max_bytes:
+                return bytes(body)
         raise WrongAnswer(f"the answer is longer than {self._max_bytes} bytes (max_response_bytes)")
 
     async def _refusal(self, response: httpx.Response) -> Interrupted | WrongAnswer:
         """The error for a status other than success, with the beginning of the server's message."""
         said = bytearray()
         with suppress(httpx.TransportError):
-            async with aclosing(_raw(response)) as stream:
-                async for data in stream:
-                    said += data[: 8 * _QUOTED]
-                    if len(said) >= 4 * _QUOTED:  # no character takes more than 4 bytes
-                        break
+            await read_into(said, response, 4 * _QUOTED)  # no character takes more than 4 bytes
         text = self._without_key(said.decode("utf-8", "replace"))
         detail = f": {text[:_QUOTED]}" if text.strip() else ""
         if response.status_code not in TRANSIENT_STATUSES:
@@ -436,10 +428,6 @@ def _check_vocabulary(state: RolloutState, vocabulary: int | None) -> None:
             f"prompt_ids of rollout {state.rollout_id} of group {state.group_id} include {low if low < 0 else high}; "
             f"expected ids from 0 to {vocabulary - 1} (vocabulary)"
         )
-
-
-def _raw(response: httpx.Response) -> AsyncGenerator[bytes, None]:
-    return cast("AsyncGenerator[bytes, None]", response.aiter_raw())  # httpx declares an iterator
 
 
 def _delay_s(retries: int, backoff_s: float, jitter: float, retry_after_s: float) -> float:

@@ -17,7 +17,7 @@ from forebay.core.aio import RESOLUTION_S, ignore_exception
 from forebay.core.validate import positive_seconds
 from forebay.errors import EngineUnavailable
 
-__all__ = ["DOWN_TIMEOUT_S", "GATEWAY_STATUSES", "Outage", "is_outage"]
+__all__ = ["DOWN_TIMEOUT_S", "GATEWAY_STATUSES", "Outage", "caused_by", "is_outage"]
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +48,19 @@ def is_outage(error: BaseException | None) -> bool:
 
     It knows the errors of httpx, aiohttp, requests and the openai client, and errors caused by a ConnectionError.
     """
+    return caused_by(
+        error, lambda e: isinstance(e, ConnectionError) or _status(e) in GATEWAY_STATUSES or _is_client_error(e)
+    )
+
+
+def caused_by(error: BaseException | None, is_cause: Callable[[BaseException], bool]) -> bool:
+    """Whether an error, or one that caused it, is such a cause. A group is if all of its errors are."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         if isinstance(error, BaseExceptionGroup):
-            return bool(error.exceptions) and all(is_outage(inner) for inner in error.exceptions)
-        if isinstance(error, ConnectionError) or _status(error) in GATEWAY_STATUSES or _is_client_error(error):
+            return all(caused_by(inner, is_cause) for inner in error.exceptions)
+        if is_cause(error):
             return True
         error = error.__cause__ or error.__context__  # httpcore sets no cause
     return False

@@ -11,15 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import cast
 
 import httpx
 import msgspec
 
 from forebay.agent_loop.monitor import Fetch, Unreachable
+from forebay.agent_loop.outage import caused_by
 from forebay.errors import InvalidConfig
 
-__all__ = ["authorization", "checked_url", "fetch", "is_refused", "same_server", "until_idle"]
+__all__ = ["authorization", "checked_url", "fetch", "is_refused", "raw", "read_into", "same_server", "until_idle"]
 
 log = logging.getLogger(__name__)
 
@@ -58,22 +61,31 @@ async def _fetch(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]
                 return None
             if not response.is_success:
                 raise Unreachable(f"GET {url} answered {response.status_code}")
-            async for data in response.aiter_raw():
-                body += data
-                if len(body) > _MAX_BYTES:
-                    raise Unreachable(f"GET {url} answered more than {_MAX_BYTES} bytes")
+            await read_into(body, response, _MAX_BYTES + 1)
     except httpx.TransportError as error:
         raise Unreachable(f"GET {url}: {type(error).__name__} {error}".rstrip()) from error
+    if len(body) > _MAX_BYTES:
+        raise Unreachable(f"GET {url} answered more than {_MAX_BYTES} bytes")
     return bytes(body)
 
 
-def is_refused(error: BaseException | None) -> bool:
+async def read_into(body: bytearray, response: httpx.Response, limit: int) -> None:
+    """Read a body up to a limit, as it was sent."""
+    async with aclosing(raw(response)) as stream:
+        async for data in stream:
+            body += data[: limit - len(body)]
+            if len(body) >= limit:
+                break
+
+
+def raw(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """The bytes of a body, not decompressed."""
+    return cast("AsyncGenerator[bytes, None]", response.aiter_raw())  # httpx declares an iterator
+
+
+def is_refused(error: BaseException) -> bool:
     """Whether no process listens at the address. A host that does not answer may still be running requests."""
-    if error is None or isinstance(error, ConnectionRefusedError):
-        return error is not None
-    if isinstance(error, BaseExceptionGroup):
-        return bool(error.exceptions) and all(is_refused(inner) for inner in error.exceptions)
-    return is_refused(error.__cause__ or error.__context__)
+    return caused_by(error, lambda cause: isinstance(cause, ConnectionRefusedError))
 
 
 class _Load(msgspec.Struct):

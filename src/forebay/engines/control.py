@@ -21,6 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -70,7 +71,7 @@ class _Loaded(msgspec.Struct, frozen=True):
     process: Process
     path: Path
     tensors: dict[str, Tensor]
-    checksums: dict[str, dict[str, str]]
+    checksums: Checksums
 
 
 class EngineControl(ABC):
@@ -247,9 +248,7 @@ class EngineControl(ABC):
                 check_same_tensors(tensors, known.tensors, directory)
         if manager is not None:
             await manager.pause_produce()
-        return await self._load(
-            directory, tensors, model_step, process, lambda checksums: self._check(baseline, tensors, checksums)
-        )
+        return await self._load(directory, tensors, model_step, process, partial(self._check, baseline, tensors))
 
     async def _load(
         self,
@@ -290,7 +289,7 @@ class EngineControl(ABC):
         except BaseException as error:
             self.monitor.doubt(f"an update to step {model_step} failed: {type(error).__name__} {error}".rstrip())
             raise
-        self._loaded, self._step = _Loaded(started, directory, tensors, _plain(checksums)), model_step
+        self._loaded, self._step = _Loaded(started, directory, tensors, checksums), model_step
         self._before = self._loaded
         self._held = False
         await self._release_unless_held()
@@ -313,13 +312,8 @@ class EngineControl(ABC):
             process: Process | None = None
             try:
                 process = await self._reachable(self.monitor.find_start())
-                await self._load(
-                    loaded.path,
-                    loaded.tensors,
-                    step,
-                    process,
-                    lambda checksums: self._check_same(loaded.checksums, checksums),
-                )
+                check = partial(self._check_same, loaded.checksums)
+                await self._load(loaded.path, loaded.tensors, step, process, check)
             except EngineError as error:
                 if not await self._is_away(error, process):
                     raise
@@ -357,7 +351,7 @@ class EngineControl(ABC):
             directory = given or await self._reachable(self._started_with())
             if directory is not None and (given is not None or directory.is_dir()):
                 tensors = await in_thread(lambda: read_weights(directory))
-                self._before = _Loaded(process, directory, tensors, _plain(await self._checksums()))
+                self._before = _Loaded(process, directory, tensors, await self._checksums())
         return self._before
 
     async def _reachable(self, question: Awaitable[T]) -> T:
@@ -422,15 +416,12 @@ class EngineControl(ABC):
         except httpx.TransportError as error:
             if is_refused(error):
                 raise EngineGone(f"{self.url} is unreachable: {error}") from error
-            raise EngineError(
-                f"{self.url}: POST {path} got no answer: {type(error).__name__} {error}".rstrip()
-            ) from error
+            problem = f"{type(error).__name__} {error}".rstrip()
+            raise EngineError(f"{self.url}: POST {path} got no answer: {problem}") from error
 
     def _refused(self, path: str, response: httpx.Response) -> EngineError:
-        hint = self._hint(response.status_code)
-        return EngineError(
-            f"{self.url}: POST {path} answered {response.status_code}: {response.text[:_QUOTED]!r}{hint}"
-        )
+        said, hint = response.text[:_QUOTED], self._hint(response.status_code)
+        return EngineError(f"{self.url}: POST {path} answered {response.status_code}: {said!r}{hint}")
 
     def _hint(self, status: int) -> str:
         return ""
@@ -449,10 +440,6 @@ class EngineControl(ABC):
             return msgspec.json.decode(response.content, type=kind)
         except msgspec.MsgspecError as error:
             raise EngineError(f"{self.url}: POST {path} returned an unexpected body: {error}") from None
-
-
-def _plain(checksums: Checksums) -> dict[str, dict[str, str]]:
-    return {rank: dict(tensors) for rank, tensors in checksums.items()}
 
 
 def _absolute(path: str | PathLike[str]) -> Path:
