@@ -20,7 +20,7 @@ from forebay.core.query import parse
 from forebay.core.rollout import RolloutState, Status
 from forebay.errors import DamagedData, LostLease, StorageError, StorageUnavailable
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision, Rows
-from forebay.storage.idempotency import CALL, Answered, Call, CallMemory, Done, Handed, Stored, decode_kept, encode_kept
+from forebay.storage.idempotency import CALL, Answered, Call, CallMemory, Handed, Returned, decode_kept
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.samples import make_group

@@ -15,31 +15,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_type_hints
 
 import msgspec
 
 from forebay.core.ledger import Place, Record, Row
 from forebay.errors import DamagedData, LostLease
-from forebay.storage.base import Claim, Purpose, Rows
+from forebay.storage.base import Claim, Purpose, Rows, Storage
 
 __all__ = [
     "CALL",
     "Answered",
-    "Applied",
     "Call",
     "CallMemory",
-    "Counted",
-    "Done",
     "Handed",
     "Kept",
-    "Stored",
+    "Returned",
     "claimed_rows",
     "decode_kept",
-    "encode_kept",
     "is_held",
     "taken_for_good",
-    "value_of",
 ]
 
 
@@ -79,26 +74,11 @@ class CallMemory(ABC):
 # --- what is kept of an answer ------------------------------------------------------------------------
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """It returned nothing."""
+class Returned(msgspec.Struct, frozen=True, tag="returned"):
+    """The result of any other operation than a claim."""
 
-
-class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """Records of what was issued or put."""
-
-    records: list[Record]
-
-
-class Applied(msgspec.Struct, frozen=True, tag="applied"):
-    """Which revisions applied."""
-
-    flags: list[bool]
-
-
-class Counted(msgspec.Struct, frozen=True, tag="counted"):
-    """Groups by task."""
-
-    groups: dict[str, int]
+    operation: str
+    value: Any
 
 
 class Handed(msgspec.Struct, frozen=True, tag="handed"):
@@ -138,36 +118,21 @@ class Handed(msgspec.Struct, frozen=True, tag="handed"):
         )
 
 
-Kept: TypeAlias = Done | Stored | Applied | Counted | Handed
+Kept: TypeAlias = Returned | Handed
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Kept] = msgspec.msgpack.Decoder(Kept)
 
 
-def encode_kept(kept: Kept) -> bytes:
-    """An answer as MessagePack."""
-    return _encoder.encode(kept)
-
-
 def decode_kept(data: bytes) -> Kept:
-    """An answer, or DamagedData."""
+    """An answer that was encoded as MessagePack, or DamagedData."""
     try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        kept = _decoder.decode(data)
+        if isinstance(kept, Returned):
+            result = get_type_hints(getattr(Storage, kept.operation))["return"]
+            return Returned(kept.operation, msgspec.convert(kept.value, result))
+        return kept
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, AttributeError, KeyError) as error:
         raise DamagedData(f"a stored answer cannot be read: {error}") from None
-
-
-def value_of(kept: Kept) -> Any:
-    """What the operation returned; a claim needs its payloads too, see `Handed`."""
-    match kept:
-        case Stored():
-            return kept.records
-        case Applied():
-            return kept.flags
-        case Counted():
-            return kept.groups
-        case _:
-            return None
 
 
 # --- claimed rows -------------------------------------------------------------------------------------

@@ -164,12 +164,6 @@ class MemoryStorage(LocalStorage):
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         super().__init__(Engine(lambda settings: MemoryTable(settings.order), clock=clock))
 
-    def _check(self) -> None:
-        """Assert that indexes, counts and rows agree."""
-        table = self._engine.table
-        assert isinstance(table, MemoryTable)
-        table._check()
-
 
 class _Shelf:
     """The buffered rows of one task and status.
@@ -435,8 +429,7 @@ class MemoryTable(Table):
 
     # --- proof --------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        """Assert that every index and count is what the rows say."""
+    def check(self) -> None:
         again = MemoryTable(self._order)
         identities = [(row.record.task_name, row.record.group_id) for row in self._rows.values()]
         assert len(set(identities)) == len(identities), "identities are unique"

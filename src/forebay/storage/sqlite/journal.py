@@ -17,7 +17,7 @@ from forebay.core.rollout import Group
 from forebay.storage.base import Content
 from forebay.storage.local.engine import Engine
 from forebay.storage.local.memory import MemoryTable
-from forebay.storage.local.outbox import Outbox
+from forebay.storage.local.owners import Outbox
 from forebay.storage.local.table import Table
 from forebay.storage.sqlite.schema import summary_of
 
@@ -56,29 +56,28 @@ class Journal:
 
 
 class JournalTable(MemoryTable):
-    """The indexes of memory without payloads; every change is noted."""
+    """The indexes of memory without payloads. Every change is noted, once there is a journal."""
 
-    def __init__(self, order: Order, journal: Journal) -> None:
+    def __init__(self, order: Order, journal: Journal | None = None) -> None:
         super().__init__(order)
-        self._journal = journal
+        self.journal = journal
 
     def add(self, row: Row) -> None:
-        self._journal.records[row.record.uid] = row.record
         super().add(Row(row.record, ON_DISK))
+        if self.journal is not None:
+            self.journal.records[row.record.uid] = row.record
 
     def replace(self, old: Record, row: Row) -> None:
-        self._journal.records[row.record.uid] = row.record
         super().replace(old, Row(row.record, ON_DISK))
+        if self.journal is not None:
+            self.journal.records[row.record.uid] = row.record
 
     def remove(self, records: Sequence[Record]) -> None:
         super().remove(records)
-        for record in records:
-            self._journal.records[record.uid] = None
-            self._journal.payloads.pop(record.uid, None)
-
-    def load(self, record: Record) -> None:
-        """Add a row that is on disk already."""
-        super().add(Row(record, ON_DISK))
+        if self.journal is not None:
+            for record in records:
+                self.journal.records[record.uid] = None
+                self.journal.payloads.pop(record.uid, None)
 
 
 class _JournaledOutbox(Outbox):

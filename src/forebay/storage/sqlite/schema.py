@@ -1,11 +1,11 @@
 """The tables of a SQLite store, and its stable views.
 
-    group_rows   one row a group: every field of `record.Record`; tags as JSON
+    group_rows   one row a group: every field of `ledger.Record`; tags as JSON
     payloads     one row a group: the samples as a codec frame, and a summary of them as JSON to look at
     accounts     one row a task: `ledger.Account` as MessagePack
     meta         schema_version, store_id, next_uid, next_timestamp_id, saved_step, notes_ends, restoring
-    ends         one row a group that ended and that nobody was told of, if `meta.notes_ends` (see `group_ends`)
-    calls        what calls answered that may come twice (see `calls`); stores of earlier versions get it when opened
+    ends         one row a group that ended and was not reported yet, if `meta.notes_ends`
+    calls        the answers of calls that may be repeated (see `storage.idempotency`)
 
 People and tools read the views `groups` and `samples`, whose columns stay: Datasette, DuckDB or the sqlite3 shell open
 them as they are. Counting and choosing never read a payload.
@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import sqlite3
 import uuid
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from forebay.core.ledger import Record
 from forebay.core.rollout import Group
-from forebay.errors import DamagedData, UnreadableData
+from forebay.errors import DamagedData, InvalidConfig, StorageError, UnreadableData
 
-__all__ = ["COLUMNS", "SCHEMA_VERSION", "check", "create", "record_of", "summary_of", "upsert_sql", "values_of"]
+__all__ = ["COLUMNS", "SCHEMA_VERSION", "check", "connect", "record_of", "summary_of", "upsert_sql", "values_of"]
 
 SCHEMA_VERSION = 4
 APPLICATION_ID = 0x46424159  # "FBAY"
@@ -77,7 +78,34 @@ CREATE VIEW samples AS
 """
 
 
-def create(connection: sqlite3.Connection) -> None:
+def connect(path: Path, synchronous: str) -> sqlite3.Connection:
+    """The connection that writes to a store, which is created if it does not exist."""
+    try:
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=64)
+    except sqlite3.Error as error:
+        raise StorageError(f"{path} cannot be opened: {error}") from error
+    try:
+        connection.execute("PRAGMA page_size = 16384")  # of a new store; payloads are large
+        (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise InvalidConfig(f"{path}: this file system does not allow SQLite's write-ahead log ({mode})")
+        connection.execute(f"PRAGMA synchronous = {synchronous}")
+        connection.execute("PRAGMA journal_size_limit = 67108864")
+        connection.execute("PRAGMA wal_autocheckpoint = 4096")  # 64 MB; the writer checkpoints earlier by itself
+        connection.execute("PRAGMA cache_size = -65536")  # a batch of payloads must not spill
+        connection.execute("PRAGMA temp_store = MEMORY")
+        _create(connection)
+        return connection
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, sqlite3.OperationalError):
+            raise StorageError(f"{path} cannot be opened: {error}") from error
+        if isinstance(error, sqlite3.DatabaseError):
+            raise DamagedData(f"{path} is not a SQLite database that can be read: {error}") from error
+        raise
+
+
+def _create(connection: sqlite3.Connection) -> None:
     """Make the tables in a new database, or check that an existing one is ours and not newer."""
     (application_id,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
