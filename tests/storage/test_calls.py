@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -505,10 +506,13 @@ def test_g09_bytes_that_are_no_answer_are_damaged(data: bytes) -> None:
 
 def test_answers_are_plain_messagepack() -> None:
     handed = Handed(Purpose.LEASE, "me", "lease", {"math": []})
-    for kept in (Done(), Stored([]), handed):
-        assert decode_kept(encode_kept(kept)) == kept
+    for kept in (Returned("settle", None), Returned("put", []), handed):
+        assert decode_kept(msgspec.msgpack.encode(kept)) == kept
+    for damaged in (msgspec.msgpack.encode(handed)[:-1], msgspec.msgpack.encode(Returned("put", 3))):
+        with pytest.raises(DamagedData):
+            decode_kept(damaged)
     with pytest.raises(DamagedData):
-        decode_kept(encode_kept(handed)[:-1])
+        decode_kept(msgspec.msgpack.encode(Returned("no_operation", None)))
 
 
 # --- one buffer, two hosts --------------------------------------------------------------------------------

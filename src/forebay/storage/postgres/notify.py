@@ -23,8 +23,8 @@ from typing import Any
 from forebay.core.aio import in_thread
 from forebay.errors import ForebayError
 from forebay.storage.postgres.columns import from_text, to_text
+from forebay.storage.postgres.connections import LOST
 from forebay.storage.postgres.owners import RENEW
-from forebay.storage.postgres.transactions import LOST
 
 __all__ = ["EVERYTHING", "Notifier"]
 
