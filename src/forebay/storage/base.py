@@ -155,7 +155,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return {task_name: Clock(train_step=self.train_step) for task_name, n in self.wants.items() if n > 0}
 
 
-Rows: TypeAlias = "dict[str, list[Row]]"
+Rows: TypeAlias = dict[str, list[Row]]
 
 
 class Claimed(msgspec.Struct, frozen=True):
@@ -269,28 +269,22 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 Listener: TypeAlias = "Callable[[Collection[str]], None]"
 
 
-class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """An operation. `changes`: it is more than a read. `once`: its answer is remembered (`storage.idempotency`).
-
-    `by_task`, `by_uid`: the parameter with its tasks or rows, by which a sharded storage splits the call; neither: it
-    concerns every shard.
-    """
+class Operation(msgspec.Struct, frozen=True):
+    """An operation. `changes`: it is more than a read. `once`: its answer is remembered (`storage.idempotency`)."""
 
     name: str
     changes: bool = True
     once: bool = False
-    by_task: str | None = None
-    by_uid: str | None = None
 
 
 OPERATIONS: dict[str, Operation] = {}
 
 
-def operation(**traits: Any) -> Callable[[T], T]:
+def operation(**traits: bool) -> Callable[[T], T]:
     """Make a method of `Storage` an operation; `traits` are fields of `Operation`."""
 
     def declare(method: Any) -> Any:
-        declared = OPERATIONS[method.__name__] = Operation(name=method.__name__, **traits)
+        declared = OPERATIONS[method.__name__] = Operation(method.__name__, **traits)
 
         @wraps(method)
         async def call(self: Storage, /, *args: Any, **kwargs: Any) -> Any:
@@ -354,7 +348,7 @@ class Storage(ABC):
 
     # --- moves --------------------------------------------------------------------------------------
 
-    @operation(once=True, by_task="task_name")
+    @operation(once=True)
     async def issue(
         self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
     ) -> list[Record]:
@@ -365,7 +359,7 @@ class Storage(ABC):
         is `cursor`; DuplicateGroup if such an id was put by hand.
         """
 
-    @operation(once=True, by_task="arrivals")
+    @operation(once=True)
     async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
         """Store groups: all of them, or none. Returns their records as they are (or were when they ended).
 
@@ -380,7 +374,7 @@ class Storage(ABC):
         With a `choose` policy, TAKE and LEASE show it the first 1,024 rows that qualify, in arrival order.
         """
 
-    @operation(by_task="rows")
+    @operation()
     async def undo(self, claim: Claim, rows: Rows) -> None:
         """Put back rows of a claim whose caller never learned of it: each to its old place in the order.
 
@@ -388,7 +382,7 @@ class Storage(ABC):
         With `idempotency.CALL` set to the claim's own call, the stored answer is removed in the same step.
         """
 
-    @operation(once=True, by_uid="uids")
+    @operation(once=True)
     async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None = None) -> None:
         """ACKED, NACKED or REJECTED for rows of a lease: all of them, or LostLease if one is no longer held."""
 
@@ -399,18 +393,18 @@ class Storage(ABC):
         Groups in flight arrive again (timestamp_id, revision) as ABORTED; leases are nacked.
         """
 
-    @operation(by_task="clocks")
+    @operation()
     async def advance(self, clocks: Mapping[str, Clock]) -> None:
         """Move clocks forward and replace limits. Nothing of these tasks leaves afterwards that is too old by them.
 
         Listeners hear of tasks whose clocks or limits changed. Steps never go back (except by `rewind`).
         """
 
-    @operation(changes=False, by_task="task_name")
+    @operation(changes=False)
     async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
         """Up to `limit` buffered rows of these EXPIRABLE statuses that are too old by the task's clock and limits."""
 
-    @operation(once=True, by_uid="revisions")
+    @operation(once=True)
     async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
         """Change buffered rows in place, each independently. False for one that has moved or changed meanwhile."""
 
@@ -418,7 +412,7 @@ class Storage(ABC):
     async def discard(self, node: Node, reason: str) -> dict[str, int]:
         """End every buffered group that matches, each independently: others may act in between. Groups by task."""
 
-    @operation(by_uid="reasons")
+    @operation()
     async def fail(self, reasons: Mapping[int, str]) -> dict[str, int]:
         """End rows by uid as failed, each with its reason, whoever holds them; groups by task.
 
@@ -426,7 +420,7 @@ class Storage(ABC):
         have already ended: they are only removed, and not counted. Unknown uids are ignored.
         """
 
-    @operation(by_uid="priorities")
+    @operation()
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
         """Set the priority of rows by uid; returns the number of rows found."""
 
@@ -475,7 +469,7 @@ class Storage(ABC):
     async def records(self, node: Node, limit: int | None) -> list[Record]:
         """The records that match a tree (already without `staleness`), in order of uid, at any place."""
 
-    @operation(changes=False, by_uid="uid")
+    @operation(changes=False)
     async def read(self, uid: int) -> Row | None:
         """One row with its payload."""
 

@@ -71,10 +71,6 @@ class Counters:
         changes["bytes"] += sign * record.bytes
         changes["reserved"] += sign * record.reserve
 
-    def leave(self, record: Record) -> None:
-        """Count a row no longer at its place."""
-        self.enter(record, -1)
-
     def end(self, task_name: str, end: End, tokens: int, reason: str | None, groups: int = 1) -> None:
         """Book groups out, by the rules of `Account.end`."""
         self._ends.setdefault(task_name, Account()).end(end, tokens, reason, groups=groups)
@@ -191,7 +187,7 @@ class Step:
     def store(self, before: Record | None, after: Record, frame: bytes | None = None) -> None:
         """Store a record, in place of `before` if it has a row. Without a frame the payload stays."""
         if before is not None:
-            self.counters.leave(before)
+            self.counters.enter(before, -1)
         self.counters.enter(after)
         identity = (after.task_name, after.group_id)
         if frame is None and identity in self._stored:
@@ -202,7 +198,7 @@ class Step:
     def end(self, record: Record, end: End, reason: str | None, *, before: Record | None = None) -> None:
         """Book a group out, and remove its row. `before`: the row, if it changed when it ended."""
         self.book_out(record, end, reason)
-        self.counters.leave(before or record)
+        self.counters.enter(before or record, -1)
         self.remove(record)
 
     def archive(self, record: Record) -> None:

@@ -16,12 +16,12 @@ from __future__ import annotations
 import sqlite3
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 
-from forebay.core.ledger import Record
-from forebay.core.rollout import Group
+from forebay.core.ledger import Place, Record
+from forebay.core.rollout import Group, Status
 from forebay.errors import DamagedData, InvalidConfig, StorageError, UnreadableData
 
 __all__ = ["COLUMNS", "SCHEMA_VERSION", "check", "connect", "record_of", "summary_of", "upsert_sql", "values_of"]
@@ -30,24 +30,13 @@ SCHEMA_VERSION = 4
 APPLICATION_ID = 0x46424159  # "FBAY"
 
 COLUMNS = Record.__struct_fields__
-_TYPES = {
-    "task_name": "TEXT NOT NULL",
-    "status": "TEXT NOT NULL",
-    "place": "TEXT NOT NULL",
-    "reward": "REAL",
-    "created_at": "REAL NOT NULL",
-    "moved_at": "REAL NOT NULL",
-    "priority": "REAL NOT NULL",
-    "owner": "TEXT",
-    "lease_id": "TEXT",
-    "tags": "TEXT NOT NULL",
-    "session_ids": "TEXT NOT NULL",
-    "oldest_step": "INTEGER",
-    "newest_step": "INTEGER",
-    "token_step": "INTEGER",
-    "train_step": "INTEGER",
-    "uid": "INTEGER PRIMARY KEY",
+_SCALARS = {int: "INTEGER", float: "REAL", str: "TEXT", Status: "TEXT", Place: "TEXT"}
+_KINDS: dict[Any, str] = {
+    **{kind: f"{sql} NOT NULL" for kind, sql in _SCALARS.items()},
+    **{kind | None: sql for kind, sql in _SCALARS.items()},
 }
+_TYPES = {name: _KINDS.get(kind, "TEXT NOT NULL") for name, kind in get_type_hints(Record).items()}
+_TYPES["uid"] = "INTEGER PRIMARY KEY"
 _VIEW_COLUMNS = (
     "uid, timestamp_id, task_name, group_id, status, place, samples, tokens, bytes, num_tries, unjudged, deliveries, "
     "reward, priority, oldest_step, newest_step, created_at, moved_at, attempt, owner, train_step, tags"
@@ -62,7 +51,7 @@ CREATE TABLE IF NOT EXISTS calls (
 _DDL = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE accounts (task_name TEXT PRIMARY KEY, data BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE group_rows ({", ".join(f"{name} {_TYPES.get(name, 'INTEGER NOT NULL')}" for name in COLUMNS)});
+CREATE TABLE group_rows ({", ".join(f"{name} {_TYPES[name]}" for name in COLUMNS)});
 CREATE UNIQUE INDEX group_identity ON group_rows (task_name, group_id);
 CREATE INDEX group_order ON group_rows (place, task_name, status, timestamp_id);
 CREATE TABLE ends (number INTEGER PRIMARY KEY, data BLOB NOT NULL);
