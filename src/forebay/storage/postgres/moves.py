@@ -17,8 +17,7 @@ from forebay.core.rollout import Status
 from forebay.storage.base import Revision
 from forebay.storage.payloads import encoded
 from forebay.storage.postgres import accounts
-from forebay.storage.postgres.columns import RECORD, read_record, to_text
-from forebay.storage.postgres.query import condition
+from forebay.storage.postgres.columns import RECORD, condition, read_record, to_text
 from forebay.storage.postgres.step import NEW, Step
 from forebay.storage.rules import abandoned_record, end_of, lost_lease, nacked_record, revised_record, rewound_record
 

@@ -24,10 +24,9 @@ from forebay.errors import DamagedData, StorageUnavailable
 from forebay.storage.base import Holding, Snapshot, Summary, TaskSummary
 from forebay.storage.payloads import in_slices, read_row
 from forebay.storage.postgres.accounts import ACCOUNT, read_account
-from forebay.storage.postgres.columns import RECORD, from_text, read_record, to_text
+from forebay.storage.postgres.columns import RECORD, condition, from_text, read_record, to_text
 from forebay.storage.postgres.connections import LOST, READ, is_closed
 from forebay.storage.postgres.owners import IS_LATE
-from forebay.storage.postgres.query import condition
 from forebay.storage.postgres.step import BUFFERED, COUNTERS, NOW
 
 __all__ = [

@@ -24,7 +24,7 @@ from forebay.core.ledger import Place, Record
 from forebay.core.rollout import Group, Status
 from forebay.errors import DamagedData, InvalidConfig, StorageError, UnreadableData
 
-__all__ = ["COLUMNS", "SCHEMA_VERSION", "check", "connect", "record_of", "summary_of", "upsert_sql", "values_of"]
+__all__ = ["COLUMNS", "SCHEMA_VERSION", "check", "connect", "create", "record_of", "summary_of", "upsert_sql", "values_of"]
 
 SCHEMA_VERSION = 4
 APPLICATION_ID = 0x46424159  # "FBAY"
@@ -83,7 +83,7 @@ def connect(path: Path, synchronous: str) -> sqlite3.Connection:
         connection.execute("PRAGMA wal_autocheckpoint = 4096")  # 64 MB; the writer checkpoints earlier by itself
         connection.execute("PRAGMA cache_size = -65536")  # a batch of payloads must not spill
         connection.execute("PRAGMA temp_store = MEMORY")
-        _create(connection)
+        create(connection)
         return connection
     except BaseException as error:
         connection.close()
@@ -94,7 +94,7 @@ def connect(path: Path, synchronous: str) -> sqlite3.Connection:
         raise
 
 
-def _create(connection: sqlite3.Connection) -> None:
+def create(connection: sqlite3.Connection) -> None:
     """Make the tables in a new database, or check that an existing one is ours and not newer."""
     (application_id,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()

@@ -48,9 +48,8 @@ from forebay.storage.idempotency import (
 from forebay.storage.local.storage import LocalStorage
 from forebay.storage.payloads import encoded, fail_damaged, read_rows
 from forebay.storage.sqlite import schema
-from forebay.storage.sqlite.journal import ON_DISK, JournaledEngine, JournalTable, Payload
 from forebay.storage.sqlite.lock import OpenFiles, ProcessLock, check_file_system
-from forebay.storage.sqlite.writer import Transaction, Writer
+from forebay.storage.sqlite.writer import ON_DISK, JournaledEngine, JournalTable, Payload, Transaction, Writer
 
 __all__ = ["SQLiteStorage"]
 
