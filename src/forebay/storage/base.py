@@ -354,16 +354,16 @@ class Storage(ABC):
     ) -> list[Record]:
         """Write drawn prompts as rows in flight and advance the task's cursor, in one step.
 
-        Issues as many of them as there is room for (`rules.fitting`), in order, and returns their records: maybe
-        none. They get the group ids `cursor`, `cursor` + 1, ... and attempt 1. CursorMoved unless the task's cursor
-        is `cursor`; DuplicateGroup if such an id was put by hand.
+        Issues the first of them that fit (`rules.fitting`), in order, and returns their records: maybe none. They get
+        the group ids `cursor`, `cursor` + 1, ... and attempt 1. CursorMoved unless the task's cursor is `cursor`;
+        DuplicateGroup if such an id was put by hand.
         """
 
     @operation(once=True)
     async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
         """Store groups: all of them, or none. Returns their records as they are (or were when they ended).
 
-        `rules.check_return` decides which row in flight an arrival brings back, and who may; no row: it was put by
+        `rules.check_return` decides which row in flight an arrival brings back; no row: it was put by
         hand, and NoRoom is raised if it does not fit.
         """
 
@@ -414,7 +414,7 @@ class Storage(ABC):
 
     @operation()
     async def fail(self, reasons: Mapping[int, str]) -> dict[str, int]:
-        """End rows by uid as failed, each with its reason, whoever holds them; groups by task.
+        """End rows by uid as failed, each with its reason, whether they are owned or not; groups by task.
 
         For groups whose payload is lost; no other operation may end a group at every place. Archived rows
         have already ended: they are only removed, and not counted. Unknown uids are ignored.

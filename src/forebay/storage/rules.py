@@ -1,4 +1,4 @@
-"""Rules that every storage backend shares: how records follow from groups, who may return one, what fits.
+"""Rules that every storage backend shares: how records follow from groups, which owner may return one, what fits.
 
 Pure functions over records and accounts. A backend finds and changes rows; what is allowed, and what a row becomes, is
 decided here, so that all backends answer alike.

@@ -1,10 +1,10 @@
 """The state of a storage that lives in this process: rows in a table, accounts, owners, the archive.
 
-`Engine` decides what may move, who may move it and what is counted; a `Table` only finds, keeps and counts rows. Every
-method is synchronous, so each is one step on an event loop. Methods that are named like operations of the contract are
-these operations: the storage around the engine calls them, makes the change durable, and calls the listeners for the
-tasks in `changed`. `_keep`, `_status_of` and `_handed` are the places where the payload matters. Use an engine from
-one event loop.
+`Engine` decides which rows may move, which owner may move them and what is counted; a `Table` only finds, keeps and
+counts rows. Every method is synchronous, so each is one step on an event loop. Methods that are named like operations
+of the contract are these operations: the storage around the engine calls them, makes the change durable, and calls the
+listeners for the tasks in `changed`. `_keep`, `_status_of` and `_handed` are the places where the payload matters. Use
+an engine from one event loop.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Engine:
         return record
 
     def _hand_id(self, task_name: str, account: Account, named: Collection[tuple[str, int | None]]) -> int:
-        # A user may have put negative ids of its own, earlier or in this very call.
+        # A user may have put negative ids, earlier or in this very call.
         while (task_name, account.next_hand_id) in named or self.table.find(task_name, account.next_hand_id):
             account.next_hand_id -= 1
         account.next_hand_id -= 1

@@ -172,7 +172,7 @@ class LocalStorage(Storage):
     async def snapshot(self) -> Snapshot:
         engine = self._engine
         rows = self._stream(engine.table.rows())
-        # Until nobody can read from it any more, also if nobody ever does.
+        # Until the stream is dropped, whether it was read or not.
         engine.streams += 1
         weakref.finalize(rows, self._end_stream)
         accounts = {task_name: copied(account) for task_name, account in engine.accounts.items()}

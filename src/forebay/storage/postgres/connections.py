@@ -6,7 +6,7 @@ completely or not at all.
 - A step whose caller is cancelled is rolled back. If the cancel arrives during the commit, the step finishes, and a
   claim is then undone: no caller holds groups that it never learned of.
 - If the server goes away, StorageUnavailable is raised and nothing is half done. If it went away during the commit,
-  the outcome of a claim is looked up as soon as the server is back, and a claim that nobody learned of is undone.
+  the outcome of a claim is looked up as soon as the server is back, and a claim that did commit is undone.
 """
 
 from __future__ import annotations

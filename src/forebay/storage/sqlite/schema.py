@@ -24,7 +24,17 @@ from forebay.core.ledger import Place, Record
 from forebay.core.rollout import Group, Status
 from forebay.errors import DamagedData, InvalidConfig, StorageError, UnreadableData
 
-__all__ = ["COLUMNS", "SCHEMA_VERSION", "check", "connect", "create", "record_of", "summary_of", "upsert_sql", "values_of"]
+__all__ = [
+    "COLUMNS",
+    "SCHEMA_VERSION",
+    "check",
+    "connect",
+    "create",
+    "record_of",
+    "summary_of",
+    "upsert_sql",
+    "values_of",
+]
 
 SCHEMA_VERSION = 4
 APPLICATION_ID = 0x46424159  # "FBAY"
@@ -147,7 +157,7 @@ def values_of(record: Record) -> list[Any]:
 
 
 def record_of(values: tuple[Any, ...]) -> Record:
-    """The record that column values stand for; DamagedData if they do not."""
+    """The record with these column values; DamagedData if they are not valid."""
     try:
         fields = dict(zip(COLUMNS, values, strict=True))
         fields["tags"] = msgspec.json.decode(fields["tags"]) if fields["tags"] != "{}" else {}
