@@ -112,7 +112,7 @@ async def test_closing_while_opening_leaves_nothing_open() -> None:
         await buffer.close()
         assert isinstance((await asyncio.gather(first, return_exceptions=True))[0], (ForebayError, int))
         assert buffer._session.heartbeat is None
-        assert not storage._engine.open
+        assert not storage._engine.owners.open
 
 
 async def test_a_close_that_was_cancelled_can_be_repeated() -> None:

@@ -30,7 +30,7 @@ from forebay import (
     Sampler,
 )
 from forebay.buffer import explain
-from forebay.storage.base import Storage
+from forebay.storage.base import OPERATIONS, Storage
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "forebay"
 BATCH = 8
@@ -156,7 +156,7 @@ def main() -> None:
     outside = [path for path in modules().values() if "trajectory" not in path.relative_to(SOURCE).parts]
     lines = sum(len(path.read_text().splitlines()) for path in outside)
     single = [name for name, users in importers().items() if len(users) == 1]
-    operations = list(Storage.__abstractmethods__)
+    operations = [*OPERATIONS, *Storage.__abstractmethods__]
     long = [path for path in outside if len(path.read_text().splitlines()) > 500]
     rows: list[tuple[str, object, str]] = [
         (f"storage operations, batch of {BATCH}, roomy buffer", roomy.total(), dict(roomy).__repr__()),

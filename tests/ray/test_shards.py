@@ -76,7 +76,8 @@ async def _waits_at(name: str, shard: int, n: int) -> bool:
 
 async def _deadline_at(name: str, shard: int) -> float:
     """When the only owner would lose what it holds."""
-    ((_, deadline),) = await _in_host(name, shard, lambda actor: list(actor._host.storage._engine.deadlines.values()))
+    deadlines = await _in_host(name, shard, lambda actor: dict(actor._host.storage._engine.owners.deadlines))
+    ((_, deadline),) = deadlines.values()
     return float(deadline)
 
 

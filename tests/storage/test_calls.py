@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ from forebay.core.query import parse
 from forebay.core.rollout import RolloutState, Status
 from forebay.errors import DamagedData, LostLease, StorageError, StorageUnavailable
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision, Rows
-from forebay.storage.idempotency import CALL, Answered, Call, CallMemory, Done, Handed, Stored, decode_kept, encode_kept
+from forebay.storage.idempotency import CALL, Answered, Call, CallMemory, Handed, Returned, decode_kept
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.samples import make_group
@@ -505,10 +506,13 @@ def test_g09_bytes_that_are_no_answer_are_damaged(data: bytes) -> None:
 
 def test_answers_are_plain_messagepack() -> None:
     handed = Handed(Purpose.LEASE, "me", "lease", {"math": []})
-    for kept in (Done(), Stored([]), handed):
-        assert decode_kept(encode_kept(kept)) == kept
+    for kept in (Returned("settle", None), Returned("put", []), handed):
+        assert decode_kept(msgspec.msgpack.encode(kept)) == kept
+    for damaged in (msgspec.msgpack.encode(handed)[:-1], msgspec.msgpack.encode(Returned("put", 3))):
+        with pytest.raises(DamagedData):
+            decode_kept(damaged)
     with pytest.raises(DamagedData):
-        decode_kept(encode_kept(handed)[:-1])
+        decode_kept(msgspec.msgpack.encode(Returned("no_operation", None)))
 
 
 # --- one buffer, two hosts --------------------------------------------------------------------------------

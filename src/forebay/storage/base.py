@@ -25,7 +25,12 @@ Promises of every operation
 
 Several owners (buffers) may use a storage at once: in one process, or, if `shared`, in many. All of them must open it
 with the same settings.
+
+An operation has no body here: a backend defines it as a method, or defines `_perform`, which runs all others.
 """
+
+# mypy: disable-error-code="empty-body"
+# ruff: noqa: B027
 
 from __future__ import annotations
 
@@ -33,7 +38,8 @@ import asyncio
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping, Sequence
-from typing import ClassVar, TypeAlias
+from functools import wraps
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 
@@ -58,12 +64,14 @@ from forebay.core.rollout import Group, Status
 from forebay.core.staleness import EXPIRABLE, Limits
 
 __all__ = [
+    "OPERATIONS",
     "Arrival",
     "Claim",
     "Claimed",
     "Content",
     "Holding",
     "Listener",
+    "Operation",
     "Purpose",
     "Ready",
     "Reaped",
@@ -74,6 +82,9 @@ __all__ = [
     "Summary",
     "TaskSummary",
 ]
+
+
+T = TypeVar("T")
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
@@ -92,9 +103,9 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A group that is put: back from its producer, or by hand.
 
-    `group_id` None: a new group by hand; the storage gives it a negative id. `attempt` None: by hand, or back from the
-    owner that holds it. `stale`: it was judged stale and not retryable; it ends at once. `reset_tokens`: tokens that
-    it came with and that are no longer in `content` because they were too old.
+    `group_id` None: a new group by hand; the storage gives it a negative id. `attempt` None: by hand, or back from its
+    owner. `stale`: it is stale and not retryable; it ends at once. `reset_tokens`: those that are no longer in
+    `content` because they were too old.
     """
 
     task_name: str
@@ -120,12 +131,11 @@ class Purpose(enum.Enum):
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Which groups to claim.
+    """At most `wants[task]` buffered groups of every task, fresh by its clock and limits, in the order of the settings.
 
-    For every task at most `wants[task]` buffered groups that have one of `statuses` (an earlier status before a
-    later one) and are fresh by the task's clock and limits, in the order of the settings. `whole`: all that is wanted
-    of every task, or nothing. `train_step` first advances the clocks of the tasks of which something is wanted.
-    `group_ids`: only these groups, if any are given; for draws from one task.
+    Groups of an earlier one of `statuses` come first. `whole`: all that is wanted of every task, or nothing.
+    `train_step` first advances the clocks of the tasks of which something is wanted. `group_ids`: only these groups,
+    if any are given; for draws from one task.
     """
 
     wants: Mapping[str, int]
@@ -145,14 +155,14 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return {task_name: Clock(train_step=self.train_step) for task_name, n in self.wants.items() if n > 0}
 
 
-Rows: TypeAlias = "dict[str, list[Row]]"
+Rows: TypeAlias = dict[str, list[Row]]
 
 
 class Claimed(msgspec.Struct, frozen=True):
-    """What a claim moved, by task; `rows` is None if `whole` and not everything was there.
+    """Rows that a claim moved, by task: as they are now, or, if they were taken for good, as they were in the buffer.
 
-    Rows come as they are now; those that were taken for good, as they were in the buffer. `due`: the tasks of the
-    claim that have rows for `Storage.due`. `limits`: the limits of its tasks.
+    `rows` is None if the claim is `whole` and groups were missing. `due`: its tasks that have rows for `Storage.due`.
+    `limits`: the limits of its tasks.
     """
 
     rows: Rows | None
@@ -183,10 +193,7 @@ class Holding(msgspec.Struct, frozen=True):
 
 
 class TaskSummary(msgspec.Struct, frozen=True):
-    """The figures of one task. `statuses` and `fresh` count buffered groups by status; missing means 0.
-
-    `fresh` has those that are not too old by the task's clock and limits.
-    """
+    """The figures of a task. `statuses` counts buffered groups, `fresh` those that are not too old; missing means 0."""
 
     account: Account = msgspec.field(default_factory=Account)
     statuses: Mapping[Status, int] = {}
@@ -239,9 +246,9 @@ class Reaped(msgspec.Struct, frozen=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """Everything in a storage at one moment.
+    """Everything in a storage at one moment. `rows` streams in order of uid, once; close it if you stop early.
 
-    `rows` streams in order of uid, once; a row is good until the next one is asked for. Close it if you stop early.
+    A row is good until the next one is asked for.
     """
 
     accounts: Mapping[str, Account]
@@ -262,6 +269,32 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 Listener: TypeAlias = "Callable[[Collection[str]], None]"
 
 
+class Operation(msgspec.Struct, frozen=True):
+    """An operation. `changes`: it is more than a read. `once`: its answer is remembered (`storage.idempotency`)."""
+
+    name: str
+    changes: bool = True
+    once: bool = False
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def operation(**traits: bool) -> Callable[[T], T]:
+    """Make a method of `Storage` an operation; `traits` are fields of `Operation`."""
+
+    def declare(method: Any) -> Any:
+        declared = OPERATIONS[method.__name__] = Operation(method.__name__, **traits)
+
+        @wraps(method)
+        async def call(self: Storage, /, *args: Any, **kwargs: Any) -> Any:
+            return await self._perform(declared, *args, **kwargs)
+
+        return call
+
+    return declare
+
+
 class Storage(ABC):
     """Where groups live. See the top of this file for what every operation promises."""
 
@@ -277,25 +310,26 @@ class Storage(ABC):
         return None
 
     def watch(self, ready: Ready | None) -> asyncio.Future[None] | None:
-        """For a storage in another process, which hears of changes only while somebody waits.
+        """For a storage in another process, which hears of changes only while a caller waits.
 
-        The future is done (after the listeners were called) when what is waited for may be there, or, if `ready` is
-        None, when anything changed since the last answer. It fails if waiting makes no sense. Cancel it to stop.
+        The future is done (after the listeners were called) when `ready` may hold, or, if it is None, when anything
+        changed since the last answer. It fails if waiting makes no sense. Cancel it to stop.
         """
         return None
 
+    async def _perform(self, operation: Operation, /, *args: Any, **kwargs: Any) -> Any:
+        """Run an operation that this class does not define."""
+        raise NotImplementedError(f"{type(self).__name__} has no operation {operation.name!r}")
+
     # --- opening and closing ------------------------------------------------------------------------
 
-    @abstractmethod
+    @operation()
     async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
-        """Register an owner; `lease_s` None: it never expires. InvalidConfig if opened with other settings.
+        """Register an owner; `lease_s` None: it never expires. InvalidConfig if it is open with other settings."""
 
-        May be called for several owners at once, and again after all of them have closed.
-        """
-
-    @abstractmethod
+    @operation()
     async def close(self, owner: str) -> None:
-        """Release the owner's groups. Afterwards it can issue and claim nothing (BufferClosed), unless opened again.
+        """Release the owner's groups. It can issue and claim nothing (BufferClosed) until opened again.
 
         Closing twice is allowed.
         """
@@ -314,33 +348,33 @@ class Storage(ABC):
 
     # --- moves --------------------------------------------------------------------------------------
 
-    @abstractmethod
+    @operation(once=True)
     async def issue(
         self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
     ) -> list[Record]:
         """Write drawn prompts as rows in flight and advance the task's cursor, in one step.
 
-        Issues as many of them as there is room for (`rules.fitting`), in order, and returns their records: maybe
-        none. They get the group ids `cursor`, `cursor` + 1, ... and attempt 1. CursorMoved unless the task's cursor
-        is `cursor`; DuplicateGroup if such an id was put by hand.
+        Issues the first of them that fit (`rules.fitting`), in order, and returns their records: maybe none. They get
+        the group ids `cursor`, `cursor` + 1, ... and attempt 1. CursorMoved unless the task's cursor is `cursor`;
+        DuplicateGroup if such an id was put by hand.
         """
 
-    @abstractmethod
+    @operation(once=True)
     async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
         """Store groups: all of them, or none. Returns their records as they are (or were when they ended).
 
-        `rules.check_return` decides which row in flight an arrival brings back, and who may; no row: it was put by
+        `rules.check_return` decides which row in flight an arrival brings back; no row: it was put by
         hand, and NoRoom is raised if it does not fit.
         """
 
-    @abstractmethod
+    @operation()
     async def claim(self, claim: Claim) -> Claimed:
         """Release the groups of dead owners, advance `claim.clocks`; then select, order, limit and move, in one step.
 
         With a `choose` policy, TAKE and LEASE show it the first 1,024 rows that qualify, in arrival order.
         """
 
-    @abstractmethod
+    @operation()
     async def undo(self, claim: Claim, rows: Rows) -> None:
         """Put back rows of a claim whose caller never learned of it: each to its old place in the order.
 
@@ -348,49 +382,49 @@ class Storage(ABC):
         With `idempotency.CALL` set to the claim's own call, the stored answer is removed in the same step.
         """
 
-    @abstractmethod
+    @operation(once=True)
     async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None = None) -> None:
         """ACKED, NACKED or REJECTED for rows of a lease: all of them, or LostLease if one is no longer held."""
 
-    @abstractmethod
+    @operation()
     async def release(self, owner: str) -> dict[str, int]:
         """Give back every group of an owner, in order of uid; groups by task.
 
         Groups in flight arrive again (timestamp_id, revision) as ABORTED; leases are nacked.
         """
 
-    @abstractmethod
+    @operation()
     async def advance(self, clocks: Mapping[str, Clock]) -> None:
         """Move clocks forward and replace limits. Nothing of these tasks leaves afterwards that is too old by them.
 
         Listeners hear of tasks whose clocks or limits changed. Steps never go back (except by `rewind`).
         """
 
-    @abstractmethod
+    @operation(changes=False)
     async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
         """Up to `limit` buffered rows of these EXPIRABLE statuses that are too old by the task's clock and limits."""
 
-    @abstractmethod
+    @operation(once=True)
     async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
         """Change buffered rows in place, each independently. False for one that has moved or changed meanwhile."""
 
-    @abstractmethod
+    @operation(once=True)
     async def discard(self, node: Node, reason: str) -> dict[str, int]:
         """End every buffered group that matches, each independently: others may act in between. Groups by task."""
 
-    @abstractmethod
+    @operation()
     async def fail(self, reasons: Mapping[int, str]) -> dict[str, int]:
-        """End rows by uid as failed, each with its reason, whoever holds them; groups by task.
+        """End rows by uid as failed, each with its reason, whether they are owned or not; groups by task.
 
         For groups whose payload is lost; no other operation may end a group at every place. Archived rows
         have already ended: they are only removed, and not counted. Unknown uids are ignored.
         """
 
-    @abstractmethod
+    @operation()
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
         """Set the priority of rows by uid; returns the number of rows found."""
 
-    @abstractmethod
+    @operation()
     async def saved(self, model_step: int) -> None:
         """Weights of this step were saved with a checkpoint, or the first checkpoint is about to be made.
 
@@ -398,7 +432,7 @@ class Storage(ABC):
         step, until a call with that step (or a later one): only then is its training safe.
         """
 
-    @abstractmethod
+    @operation()
     async def rewind(self, model_step: int) -> dict[str, int]:
         """REWOUND for every archived group that was trained for a later step than `model_step`; groups by task.
 
@@ -407,35 +441,35 @@ class Storage(ABC):
 
     # --- ends ---------------------------------------------------------------------------------------
 
-    @abstractmethod
+    @operation()
     async def note_ends(self) -> None:
         """From now on note every group that ends, in the step that ends it; a durable storage keeps doing so."""
 
-    @abstractmethod
+    @operation(changes=False)
     async def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
-        """Up to `limit` noted ends, oldest first, with their numbers. The owner reports them.
+        """Up to `limit` noted ends, oldest first, with their numbers, for the owner to report.
 
         Until they are forgotten the owner gets them again, and others only when it has closed or was reaped.
         """
 
-    @abstractmethod
+    @operation()
     async def forget_ends(self, numbers: Sequence[int]) -> None:
         """Drop ends that were reported. Unknown numbers are ignored."""
 
     # --- reads --------------------------------------------------------------------------------------
 
-    @abstractmethod
+    @operation(changes=False)
     async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
         """Every count of these tasks (None: of all tasks), of one moment. Costs nothing per stored group.
 
         Unknown tasks are left out. `holdings`: with the groups of each owner, in proportion to what they hold.
         """
 
-    @abstractmethod
+    @operation(changes=False)
     async def records(self, node: Node, limit: int | None) -> list[Record]:
         """The records that match a tree (already without `staleness`), in order of uid, at any place."""
 
-    @abstractmethod
+    @operation(changes=False)
     async def read(self, uid: int) -> Row | None:
         """One row with its payload."""
 

@@ -1,17 +1,18 @@
-"""Calls that may come twice, and what a storage remembers of them so that they happen once.
+"""Calls that may be repeated, and what a storage remembers of them so that they happen once.
 
-A caller that lost its answer repeats its call. Whoever runs a storage for such callers sets `CALL` around an operation;
-a durable storage then writes what the operation returns in the very transaction of its effect, so that after any
-crash both are there or neither is. Before a call is run, `Storage.answer` says whether it was done already. Answers are
-kept until the caller says that it has seen them: every call carries up to where that is (`confirmed`).
+A caller that lost its answer repeats its call. A host that runs a storage for such callers sets `CALL` around an
+operation; a durable storage then writes what the operation returns in the very transaction of its effect, so that after
+any crash both are there or neither is. Before a call is run, `CallMemory.answer` says whether it was done already.
+Answers are kept until the caller says that it has seen them: every call carries up to where that is (`confirmed`).
 
-Kept are: issue, put, settle, revise, discard, restore, and a claim that returned something. Everything else may be
-repeated as it is. A discard is done in several steps: its answer comes with the last one, and one that is repeated
-before that counts the rest only. An answer is MessagePack, and reading it executes nothing (G9).
+Remembered are the operations that the contract marks `once`, a restore, and a claim that returned something. Everything
+else may be repeated as it is. A discard is done in several steps: its answer comes with the last one, and one that is
+repeated before that counts the rest only. An answer is MessagePack, and reading it executes nothing (G9).
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextvars import ContextVar
@@ -21,25 +22,20 @@ import msgspec
 
 from forebay.core.ledger import Place, Record, Row
 from forebay.errors import DamagedData, LostLease
-from forebay.storage.base import Claim, Purpose, Rows
+from forebay.storage.base import Claim, Purpose, Rows, Storage
 
 __all__ = [
     "CALL",
     "Answered",
-    "Applied",
     "Call",
     "CallMemory",
-    "Counted",
-    "Done",
     "Handed",
     "Kept",
-    "Stored",
+    "Returned",
     "claimed_rows",
     "decode_kept",
-    "encode_kept",
     "is_held",
     "taken_for_good",
-    "value_of",
 ]
 
 
@@ -52,7 +48,7 @@ class Call(msgspec.Struct, frozen=True):
 
 
 CALL: ContextVar[Call | None] = ContextVar("forebay_call", default=None)
-"""The call that the operation under way belongs to; None: nobody will repeat it."""
+"""The call that the operation in progress belongs to; None: no caller repeats it."""
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -73,32 +69,17 @@ class CallMemory(ABC):
 
     @abstractmethod
     async def forget(self, client: str) -> None:
-        """Drop all answers of a client that will ask no more."""
+        """Drop all answers of a client that has closed."""
 
 
 # --- what is kept of an answer ------------------------------------------------------------------------
 
 
-class Done(msgspec.Struct, frozen=True, tag="done"):
-    """It returned nothing."""
+class Returned(msgspec.Struct, frozen=True, tag="returned"):
+    """The result of any other operation than a claim."""
 
-
-class Stored(msgspec.Struct, frozen=True, tag="stored"):
-    """Records of what was issued or put."""
-
-    records: list[Record]
-
-
-class Applied(msgspec.Struct, frozen=True, tag="applied"):
-    """Which revisions applied."""
-
-    flags: list[bool]
-
-
-class Counted(msgspec.Struct, frozen=True, tag="counted"):
-    """Groups by task."""
-
-    groups: dict[str, int]
+    operation: str
+    value: Any
 
 
 class Handed(msgspec.Struct, frozen=True, tag="handed"):
@@ -134,40 +115,25 @@ class Handed(msgspec.Struct, frozen=True, tag="handed"):
         return LostLease(
             f"{missing} of {sum(map(len, self.records.values()))} groups that {self.owner} claimed were taken back "
             "before the call was repeated (the holder was thought dead, or its buffer was closed); the rest went back "
-            "too: claim anew"
+            "too: claim again"
         )
 
 
-Kept: TypeAlias = Done | Stored | Applied | Counted | Handed
+Kept: TypeAlias = Returned | Handed
 
-_encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Kept] = msgspec.msgpack.Decoder(Kept)
 
 
-def encode_kept(kept: Kept) -> bytes:
-    """An answer as MessagePack."""
-    return _encoder.encode(kept)
-
-
 def decode_kept(data: bytes) -> Kept:
-    """An answer, or DamagedData."""
+    """An answer that was encoded as MessagePack, or DamagedData."""
     try:
-        return _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError) as error:
+        kept = _decoder.decode(data)
+        if isinstance(kept, Returned):
+            result = inspect.signature(getattr(Storage, kept.operation), eval_str=True).return_annotation
+            return Returned(kept.operation, msgspec.convert(kept.value, result))
+        return kept
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, TypeError, AttributeError) as error:
         raise DamagedData(f"a stored answer cannot be read: {error}") from None
-
-
-def value_of(kept: Kept) -> Any:
-    """What the operation returned; a claim needs its payloads too, see `Handed`."""
-    match kept:
-        case Stored():
-            return kept.records
-        case Applied():
-            return kept.flags
-        case Counted():
-            return kept.groups
-        case _:
-            return None
 
 
 # --- claimed rows -------------------------------------------------------------------------------------

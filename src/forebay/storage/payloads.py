@@ -1,20 +1,28 @@
 """Payloads of durable storages: frames of the codec, read back as groups with the identity of their record.
 
 Encoding and decoding never hold the event loop for long: they go slice by slice. A damaged payload does not keep the
-others from being read; what becomes of its group is for the storage to decide.
+others from being read; its group ends as failed.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
-from forebay.codec.frame import decode_group
+from forebay.codec.frame import decode_group, encode_group
 from forebay.core.ledger import Record, Row, identify, number_rollouts
+from forebay.core.rollout import Group
 from forebay.errors import DamagedData, UnreadableData
+from forebay.storage.base import Storage
 
-__all__ = ["Reading", "Slices", "in_slices", "read_row"]
+__all__ = ["DAMAGED", "Reading", "Slices", "encoded", "fail_damaged", "in_slices", "read_row", "read_rows"]
+
+log = logging.getLogger(__name__)
+
+DAMAGED = "its payload was damaged on disk"
+"""The reason with which a group ends whose payload cannot be read."""
 
 T = TypeVar("T")
 
@@ -59,6 +67,32 @@ def read_row(record: Record, frame: bytes | None) -> Row:
     identify(group, record.task_name, record.group_id)
     number_rollouts(group, record.group_id)
     return Row(record, group)
+
+
+async def encoded(groups: Iterable[Group]) -> list[bytes]:
+    """The frames of groups."""
+    frames = []
+    slices = Slices()
+    for group in groups:
+        frames.append(encode_group(group))
+        await slices.add(len(frames[-1]))
+    return frames
+
+
+async def read_rows(records: Iterable[Record], frames: Mapping[int, bytes]) -> Reading:
+    """Rows with their payloads; `frames` by uid."""
+    reading = Reading()
+    for record in records:
+        await reading.add(record, frames.get(record.uid))
+    return reading
+
+
+async def fail_damaged(storage: Storage, where: object, damaged: Mapping[int, str]) -> None:
+    """End groups whose payload cannot be read as failed; `damaged` has the errors by uid."""
+    for uid, error in damaged.items():
+        log.error("payload_damaged store=%s uid=%d %s", where, uid, error)
+    if damaged:
+        await storage.fail(dict.fromkeys(damaged, DAMAGED))
 
 
 class Reading:

@@ -1,4 +1,4 @@
-"""Rules that every storage backend shares: how records follow from groups, who may return one, what fits.
+"""Rules that every storage backend shares: how records follow from groups, which owner may return one, what fits.
 
 Pure functions over records and accounts. A backend finds and changes rows; what is allowed, and what a row becomes, is
 decided here, so that all backends answer alike.
@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from forebay.core.capacity import Settings, Usage, fits, reservation, reserved_after
-from forebay.core.ledger import NO_TAGS, Account, Event, Facts, Place, Record, check_closed, take_event
+from forebay.core.ledger import NO_TAGS, Account, End, Event, Facts, Place, Record, check_closed, check_move, take_event
 from forebay.core.rollout import Status
 from forebay.core.staleness import NO_LIMITS
 from forebay.errors import DuplicateGroup, InvalidInput, LostLease
@@ -28,6 +28,7 @@ __all__ = [
     "copied",
     "drawn_by_hand",
     "duplicate_in_put",
+    "end_of",
     "ended_record",
     "fitting",
     "is_used",
@@ -48,35 +49,16 @@ _SHARED = tuple(name for name in Facts.__struct_fields__ if name in Record.__str
 # --- records ------------------------------------------------------------------------------------------
 
 
-def new_record(
-    content: Content,
-    *,
-    uid: int,
-    timestamp_id: int,
-    task_name: str,
-    group_id: int,
-    place: Place,
-    now: float,
-    owner: str | None = None,
-    attempt: int = 0,
-    reserved_bytes: int = 0,
-) -> Record:
-    """The record of a group that had none."""
-    facts = content.facts
+def new_record(content: Content, *, now: float, reserved_bytes: int = 0, **fields: Any) -> Record:
+    """The record of a group that had none; `fields` are those of `Record` that do not follow from its content."""
     return Record(
-        uid=uid,
-        timestamp_id=timestamp_id,
-        task_name=task_name,
-        group_id=group_id,
-        place=place,
         created_at=now,
         moved_at=now,
         priority=0.0 if content.priority is None else content.priority,
-        attempt=attempt,
-        owner=owner,
-        reserved_bytes=reserved_after(reserved_bytes, facts),
+        reserved_bytes=reserved_after(reserved_bytes, content.facts),
         tags=NO_TAGS if content.tags is None else content.tags,
-        **_described(facts),
+        **_described(content.facts),
+        **fields,
     )
 
 
@@ -128,10 +110,10 @@ def claimed_record(record: Record, claim: Claim, now: float) -> Record:
     )
 
 
-def unclaimed_record(record: Record, moved_at: float) -> Record:
+def unclaimed_record(record: Record) -> Record:
     """A claimed group that goes back because its caller never learned of the claim."""
     deliveries = record.deliveries - (record.place is Place.LEASED)
-    return replace(nacked_record(record, moved_at), deliveries=deliveries)
+    return replace(nacked_record(record, record.moved_at), deliveries=deliveries)
 
 
 def nacked_record(record: Record, now: float) -> Record:
@@ -173,6 +155,13 @@ def rewound_record(record: Record, status: Status, now: float) -> Record:
 
 
 # --- moves --------------------------------------------------------------------------------------------
+
+
+def end_of(event: Event, place: Place) -> End:
+    """The end that an event is for a group at this place."""
+    end = check_move(event, place)
+    assert isinstance(end, End)
+    return end
 
 
 def claim_event(purpose: Purpose, status: Status) -> Event:

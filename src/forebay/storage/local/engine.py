@@ -1,16 +1,18 @@
 """The state of a storage that lives in this process: rows in a table, accounts, owners, the archive.
 
-`Engine` decides what may move, who may move it and what is counted; a `Table` only finds, keeps and counts rows. Every
-method is synchronous, so each is one step on an event loop, and returns or notes the tasks that changed: `changed` is
-taken by the storage around the engine, which makes the change durable and calls the listeners. `_keep`, `_status_of`
-and `_handed` are the places where the payload matters. Use an engine from one event loop.
+`Engine` decides which rows may move, which owner may move them and what is counted; a `Table` only finds, keeps and
+counts rows. Every method is synchronous, so each is one step on an event loop. Methods that are named like operations
+of the contract are these operations: the storage around the engine calls them, makes the change durable, and calls the
+listeners for the tasks in `changed`. `_keep`, `_status_of` and `_handed` are the places where the payload matters. Use
+an engine from one event loop.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -20,6 +22,7 @@ from forebay.core.ledger import (
     Clock,
     End,
     Event,
+    GroupEnd,
     Place,
     Record,
     Row,
@@ -32,51 +35,17 @@ from forebay.core.ledger import (
     take_event,
 )
 from forebay.core.policy import CHOICE_ROWS, checked_choice
-from forebay.core.query import Node, predicate
 from forebay.core.rollout import Group, Status, group_status
 from forebay.core.staleness import EXPIRABLE, NO_FLOORS, Floors
 from forebay.errors import BufferClosed, CursorMoved, InvalidConfig
-from forebay.storage.base import (
-    Arrival,
-    Claim,
-    Claimed,
-    Content,
-    Holding,
-    Purpose,
-    Reaped,
-    Revision,
-    Rows,
-    Summary,
-    TaskSummary,
-)
+from forebay.storage import rules
+from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Reaped, Revision, Rows
 from forebay.storage.idempotency import is_held, taken_for_good
-from forebay.storage.local.outbox import Outbox
-from forebay.storage.local.table import Table
-from forebay.storage.rules import (
-    abandoned_record,
-    archived_record,
-    check_return,
-    claim_event,
-    claimed_record,
-    copied,
-    drawn_by_hand,
-    duplicate_in_put,
-    ended_record,
-    fitting,
-    lost_lease,
-    nacked_record,
-    new_record,
-    restored_accounts,
-    returned_record,
-    revised_record,
-    rewound_record,
-    same_settings,
-    unclaimed_record,
-)
+from forebay.storage.local.owners import Outbox, Owners
+from forebay.storage.local.table import Archive, Table
 
 __all__ = ["Engine"]
 
-_NO_TIMES: Mapping[int, float] = {}
 Chosen = list[tuple[str, Status, list[Row]]]
 
 
@@ -87,23 +56,17 @@ class Engine:
         self, make_table: Callable[[Settings], Table], *, durable: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
         self.clock = clock
-        # Setting the wall clock must not end leases; a clock that a test gives serves for both.
-        self.deadline_clock = time.monotonic if clock is time.time else clock
         self.settings = Settings()
         self.table = make_table(self.settings)
         self.accounts: dict[str, Account] = {}
         self.next_uid = 1
         self.next_timestamp_id = 1
-        self.archived: deque[int] = deque()
-        self.saved_step: int | None = None  # the model step of the last checkpoint
+        self.archive = Archive(durable=durable)
+        self.owners = Owners(clock)
         self.outbox = Outbox(bounded=not durable)
-        self.open: set[str] = set()
-        self.deadlines: dict[str, tuple[float, float]] = {}  # owner: (lease_s, deadline)
         self.streams = 0  # open snapshots; they still see groups that have left
         self._changed: dict[str, None] = {}
-        self._closed: set[str] = set()
-        self._durable = durable
-        self._make_table = make_table
+        self.make_table = make_table
 
     def changed(self) -> list[str]:
         """The tasks whose waiters may continue since the last call."""
@@ -113,16 +76,12 @@ class Engine:
     def _change(self, tasks: Iterable[str]) -> None:
         self._changed.update(dict.fromkeys(tasks))
 
-    def empty_table(self) -> Table:
-        """A table for rows that are to be adopted."""
-        return self._make_table(self.settings)
-
     def adopt(
         self, table: Table, accounts: Mapping[str, Account], archived: deque[int], next_uid: int, next_timestamp_id: int
     ) -> None:
         """Replace rows and accounts by restored ones."""
-        self.table, self.archived = table, archived
-        self.accounts = restored_accounts(accounts, self.accounts)
+        self.table, self.archive.uids = table, archived
+        self.accounts = rules.restored_accounts(accounts, self.accounts)
         self.next_uid, self.next_timestamp_id = next_uid, next_timestamp_id
         self._change(accounts)
 
@@ -148,95 +107,67 @@ class Engine:
 
     # --- owners ---------------------------------------------------------------------------------------
 
-    def configure(self, settings: Settings) -> None:
-        """Use other settings; InvalidConfig while an owner has the storage open."""
-        if same_settings(settings, self.settings):
-            return
-        if self.open:
-            raise InvalidConfig(
-                f"this storage is open with {self.settings}, and was to be opened with {settings}; all buffers on one "
-                "storage need the same policy and limits"
-            )
-        rows = self.table.rows()
-        self.settings = settings
-        self.table = self._make_table(settings)
-        for row in rows:
-            self.table.add(row)
+    def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
+        if not rules.same_settings(settings, self.settings):
+            if self.owners.open:
+                raise InvalidConfig(
+                    f"this storage is open with {self.settings}, and was to be opened with {settings}; all buffers on "
+                    "one storage need the same policy and limits"
+                )
+            rows = self.table.rows()
+            self.settings, self.table = settings, self.make_table(settings)
+            for row in rows:
+                self.table.add(row)
+        self.owners.enter(owner, lease_s)
 
-    def enter(self, owner: str, lease_s: float | None) -> None:
-        """Register an owner."""
-        self.open.add(owner)
-        self._closed.discard(owner)
-        if lease_s is None:
-            self.deadlines.pop(owner, None)
-        else:
-            self.deadlines[owner] = (lease_s, self.deadline_clock() + lease_s)
-
-    def leave(self, owner: str) -> None:
-        """Release the groups of an owner; it can claim nothing afterwards."""
-        self._closed.add(owner)
+    def close(self, owner: str) -> None:
+        self.owners.leave(owner)
         self.release(owner)
-        self.open.discard(owner)
-        self.deadlines.pop(owner, None)
         self.outbox.release(owner)
 
-    def beat(self, owner: str) -> None:
-        """Renew the deadline of an owner."""
-        known = self.deadlines.get(owner)
-        if known is not None:
-            self.deadlines[owner] = (known[0], self.deadline_clock() + known[0])
-
-    def check_owner(self, owner: str) -> None:
-        """BufferClosed for an owner that was closed."""
-        if owner in self._closed:
+    def _check_owner(self, owner: str) -> None:
+        if owner in self.owners.closed:
             raise BufferClosed(f"{owner} was closed, and can hold nothing any more")
 
     def reap(self) -> Reaped:
-        """Release the groups of owners whose deadline has passed."""
-        if not self.deadlines:
+        if not self.owners.deadlines:
             return Reaped({}, None)
-        now = self.deadline_clock()
-        returned: dict[str, int] = {}
-        pending = []
-        for owner, (_, deadline) in list(self.deadlines.items()):
-            if deadline > now:
-                pending.append(deadline)
-                continue
-            self.open.discard(owner)
+        late, next_s = self.owners.late()
+        returned: Counter[str] = Counter()
+        for owner in late:
+            self.owners.open.discard(owner)
             self.outbox.release(owner)
-            for task_name, groups in self.release(owner).items():
-                returned[task_name] = returned.get(task_name, 0) + groups
-        return Reaped(returned, min(pending) - now if pending else None)
+            returned.update(self.release(owner))
+        return Reaped(dict(returned), next_s)
 
     def release(self, owner: str) -> dict[str, int]:
-        """Give back the groups of an owner; groups by task."""
-        released: dict[str, int] = {}
+        released: Counter[str] = Counter()
         for row in self.table.held(owner):
             record = row.record
             if record.place is Place.LEASED:
                 self._nack(row)
             else:
                 check_move(Event.ABANDONED, record.place)
-                abandoned = abandoned_record(record, self._take_timestamp_id(), self.clock())
+                abandoned = rules.abandoned_record(record, self._take_timestamp_id(), self.clock())
                 self.table.replace(record, Row(abandoned, row.group))
-            released[record.task_name] = released.get(record.task_name, 0) + 1
+            released[record.task_name] += 1
         self._change(released)
-        return released
+        return dict(released)
 
     # --- arriving -------------------------------------------------------------------------------------
 
     def issue(
-        self, task_name: str, contents: Sequence[Content], owner: str, cursor: int, source_state: bytes | None
+        self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
     ) -> list[Record]:
-        """See `Storage.issue`."""
-        self.check_owner(owner)
+        self._check_owner(owner)
         account = self.accounts.get(task_name) or Account()
         if account.cursor != cursor:
             raise CursorMoved(task_name, cursor, account.cursor)
         for group_id in range(cursor, cursor + len(contents)):
             if self.table.find(task_name, group_id) is not None:
-                raise drawn_by_hand(task_name, group_id)
-        reserved = fitting(contents, account.sizes, self.table.usage(), self.settings, self._in_flight())
+                raise rules.drawn_by_hand(task_name, group_id)
+        in_flight = sum(self.table.places(name, tokens=False).get(Place.IN_FLIGHT, 0) for name in self.accounts)
+        reserved = rules.fitting(contents, account.sizes, self.table.usage(), self.settings, in_flight)
         if not reserved:
             return []
         account = self.account(task_name)
@@ -252,11 +183,7 @@ class Engine:
             account.source_state = source_state
         return records
 
-    def _in_flight(self) -> int:
-        return sum(self.table.places(name, tokens=False).get(Place.IN_FLIGHT, 0) for name in self.accounts)
-
-    def put(self, arrivals: Sequence[Arrival], owner: str) -> list[Record]:
-        """See `Storage.put`."""
+    def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
         rows = self._returning(arrivals, owner)
         named = {(arrival.task_name, arrival.group_id) for arrival in arrivals}
         records = [self._arrive(arrival, row, named) for arrival, row in zip(arrivals, rows, strict=True)]
@@ -267,24 +194,23 @@ class Engine:
         """The rows in flight that the arrivals bring back (None: by hand), or an error before anything changed."""
         rows: list[Row | None] = []
         named: set[tuple[str, int]] = set()
-        new_groups = new_bytes = 0
+        new_bytes: list[int] = []
         for arrival in arrivals:
             group_id, row = arrival.group_id, None
             if group_id is not None:
                 identity = (arrival.task_name, group_id)
                 if identity in named:
-                    raise duplicate_in_put(*identity)
+                    raise rules.duplicate_in_put(*identity)
                 named.add(identity)
                 row = self.table.find(*identity)
                 account = self.accounts.get(arrival.task_name)
-                if not check_return(arrival, group_id, None if row is None else row.record, account, owner):
+                if not rules.check_return(arrival, group_id, None if row is None else row.record, account, owner):
                     row = None
             rows.append(row)
             if row is None and not arrival.stale:
-                new_groups += 1
-                new_bytes += arrival.content.facts.bytes
-        if new_groups and (self.settings.max_groups is not None or self.settings.max_bytes is not None):
-            check_room(self.table.usage(), self.settings, new_groups, new_bytes)
+                new_bytes.append(arrival.content.facts.bytes)
+        if new_bytes:
+            check_room(self.table.usage(), self.settings, len(new_bytes), sum(new_bytes))
         return rows
 
     def _arrive(self, arrival: Arrival, row: Row | None, named: Collection[tuple[str, int | None]]) -> Record:
@@ -296,9 +222,7 @@ class Engine:
         account.reset_tokens += reset_tokens
         target = check_move(arrival_event(place, content.facts.status, stale=arrival.stale), place)
         if row is None:
-            group_id = arrival.group_id
-            if group_id is None:
-                group_id = self._hand_id(task_name, account, named)
+            group_id = self._hand_id(task_name, account, named) if arrival.group_id is None else arrival.group_id
             account.issued += 1
             row = self._add(task_name, group_id, content, Place.BUFFERED)
             if isinstance(target, End):
@@ -307,16 +231,16 @@ class Engine:
         if self.settings.max_bytes is not None and (size := response_size(content.facts)) is not None:
             note_size(account.sizes, size)
         if isinstance(target, End):
-            last = Row(ended_record(row.record, content), row.group)
+            last = Row(rules.ended_record(row.record, content), row.group)
             self.table.replace(row.record, last)
             self._end(last, target, arrival.reason)
             return last.record
-        record = returned_record(row.record, content, self._take_timestamp_id(), self.clock())
+        record = rules.returned_record(row.record, content, self._take_timestamp_id(), self.clock())
         self.table.replace(row.record, Row(record, self._keep(record, content)))
         return record
 
     def _hand_id(self, task_name: str, account: Account, named: Collection[tuple[str, int | None]]) -> int:
-        # A user may have put negative ids of its own, earlier or in this very call.
+        # A user may have put negative ids, earlier or in this very call.
         while (task_name, account.next_hand_id) in named or self.table.find(task_name, account.next_hand_id):
             account.next_hand_id -= 1
         account.next_hand_id -= 1
@@ -326,18 +250,8 @@ class Engine:
         self.next_timestamp_id += 1
         return self.next_timestamp_id - 1
 
-    def _add(
-        self,
-        task_name: str,
-        group_id: int,
-        content: Content,
-        place: Place,
-        *,
-        owner: str | None = None,
-        attempt: int = 0,
-        reserved_bytes: int = 0,
-    ) -> Row:
-        record = new_record(
+    def _add(self, task_name: str, group_id: int, content: Content, place: Place, **held: Any) -> Row:
+        record = rules.new_record(
             content,
             uid=self.next_uid,
             timestamp_id=self._take_timestamp_id(),
@@ -345,9 +259,7 @@ class Engine:
             group_id=group_id,
             place=place,
             now=self.clock(),
-            owner=owner,
-            attempt=attempt,
-            reserved_bytes=reserved_bytes,
+            **held,
         )
         self.next_uid += 1
         row = Row(record, self._keep(record, content))
@@ -356,14 +268,24 @@ class Engine:
 
     # --- claiming -------------------------------------------------------------------------------------
 
-    def choose(self, claim: Claim) -> Chosen | None:
-        """The rows of a claim by task and status; None if `whole` and not everything is there.
-
-        Reaps dead owners and advances the clocks of the claim first.
-        """
-        self.check_owner(claim.owner)
+    def claim(self, claim: Claim) -> Claimed:
+        self._check_owner(claim.owner)
         self.reap()
         self.advance(claim.clocks)
+        chosen = self._choose(claim)
+        rows: Rows | None = None
+        if chosen is not None:
+            rows = {task_name: [] for task_name in claim.wants}
+            for task_name, status, found in chosen:
+                rows[task_name] += self._claim_rows(task_name, status, found, claim)
+            if claim.purpose is Purpose.TAKE:  # taking makes room; leasing and drawing let no waiter continue
+                self._change(task_name for task_name, taken in rows.items() if taken)
+        accounts = {task_name: self.accounts.get(task_name) for task_name in claim.wants}
+        limits = {task_name: account.limits for task_name, account in accounts.items() if account is not None}
+        return Claimed(rows, tuple([task_name for task_name in claim.wants if self._is_due(task_name)]), limits)
+
+    def _choose(self, claim: Claim) -> Chosen | None:
+        """The rows of a claim by task and status; None if `whole` and some are missing."""
         table, choose = self.table, self.settings.choose
         by_group = claim.purpose is Purpose.DRAW
         chosen: Chosen = []
@@ -393,61 +315,37 @@ class Engine:
 
     def _named(self, task_name: str, status: Status, group_ids: Sequence[int], floors: Floors) -> list[Row]:
         """Those of these groups that are buffered with this status and fresh, in order of group_id."""
-        found = [self.table.find(task_name, group_id) for group_id in sorted(group_ids)]
-        return [
-            row
-            for row in found
-            if row is not None
-            and (row.record.place, row.record.status) == (Place.BUFFERED, status)
-            and is_fresh(row.record, floors)
-        ]
-
-    def take(self, claim: Claim, chosen: Chosen | None) -> Claimed:
-        """Move chosen rows to where the claim takes them."""
-        rows: Rows | None = None
-        if chosen is not None:
-            rows = {task_name: [] for task_name in claim.wants}
-            for task_name, status, found in chosen:
-                rows[task_name] += self._claim_rows(task_name, status, found, claim)
-            if claim.purpose is Purpose.TAKE:  # taking makes room; leasing and drawing let no waiter continue
-                self._change(task_name for task_name, taken in rows.items() if taken)
-        accounts = {task_name: self.accounts.get(task_name) for task_name in claim.wants}
-        limits = {task_name: account.limits for task_name, account in accounts.items() if account is not None}
-        return Claimed(rows, tuple([task_name for task_name in claim.wants if self._is_due(task_name)]), limits)
+        found = [row for group_id in sorted(group_ids) if (row := self.table.find(task_name, group_id)) is not None]
+        state = (Place.BUFFERED, status)
+        return [r for r in found if (r.record.place, r.record.status) == state and is_fresh(r.record, floors)]
 
     def _is_due(self, task_name: str) -> bool:
         floors = self._floors(task_name)
         return floors is not NO_FLOORS and any(self.table.stale(task_name, status, floors, 1) for status in EXPIRABLE)
 
     def _claim_rows(self, task_name: str, status: Status, rows: list[Row], claim: Claim) -> list[Row]:
-        target = check_move(claim_event(claim.purpose, status), Place.BUFFERED)
+        target = check_move(rules.claim_event(claim.purpose, status), Place.BUFFERED)
         if isinstance(target, End):
             self._end_rows(task_name, rows, target, None)
             return self._handed(rows)
         now = self.clock()
-        moved = []
-        for row in rows:
-            claimed = Row(claimed_record(row.record, claim, now), row.group)
+        moved = [Row(rules.claimed_record(row.record, claim, now), row.group) for row in rows]
+        for row, claimed in zip(rows, moved, strict=True):
             self.table.replace(row.record, claimed)
-            moved.append(claimed)
         return moved
 
-    def undo(self, rows: Rows, moved_at: Mapping[int, float] = _NO_TIMES) -> None:
-        """Put back claimed rows that have not moved since. `moved_at`: from before the claim."""
-        self._change(
-            row.record.task_name
-            for claimed in rows.values()
-            for row in claimed
-            if (self._undo_end(row) if taken_for_good(row.record) else self._undo_hold(row.record, moved_at))
-        )
+    def undo(self, claim: Claim, rows: Rows) -> None:
+        claimed = [row for found in rows.values() for row in found]
+        self._change([row.record.task_name for row in claimed if self._undo(row)])
 
-    def _undo_hold(self, claimed: Record, moved_at: Mapping[int, float]) -> bool:
-        row = self.table.get(claimed.uid)
-        if row is None or not is_held(row.record, claimed):
+    def _undo(self, row: Row) -> bool:
+        """Put a claimed row back, unless it has moved since."""
+        if taken_for_good(row.record):
+            return self._undo_end(row)
+        now = self.table.get(row.record.uid)
+        if now is None or not is_held(now.record, row.record):
             return False
-        now = row.record
-        back = unclaimed_record(now, moved_at.get(now.uid, now.moved_at))
-        self.table.replace(now, Row(back, row.group))
+        self.table.replace(now.record, Row(rules.unclaimed_record(now.record), now.group))
         return True
 
     def _undo_end(self, row: Row) -> bool:
@@ -456,25 +354,23 @@ class Engine:
         if now is not None:
             if now.record.place is not Place.ARCHIVED:
                 return False  # it is back already
-            self.archived.remove(record.uid)
+            self.archive.uids.remove(record.uid)
             self.table.replace(now.record, Row(record, now.group))
         elif self.table.find(record.task_name, record.group_id) is not None:
             return False  # its identity was put again by hand
         else:
             self.table.add(row)
-        end = check_move(take_event(record.status), Place.BUFFERED)
-        assert isinstance(end, End)
+        end = rules.end_of(take_event(record.status), Place.BUFFERED)
         self.account(record.task_name).end(end, -record.tokens, None, groups=-1)
         self.outbox.retract(group_end(record, end, None))
         return True
 
     # --- leaving --------------------------------------------------------------------------------------
 
-    def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
-        """See `Storage.settle`."""
+    def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None = None) -> None:
         rows = [row for uid in uids if (row := self.table.get(uid)) is not None and row.record.lease_id == lease_id]
         if len(rows) < len(uids):
-            raise lost_lease(len(uids) - len(rows), len(uids), lease_id)
+            raise rules.lost_lease(len(uids) - len(rows), len(uids), lease_id)
         for row in rows:
             target = check_move(event, row.record.place)
             if isinstance(target, End):
@@ -484,12 +380,10 @@ class Engine:
         self._change(row.record.task_name for row in rows)
 
     def _nack(self, row: Row) -> None:
-        record = row.record
-        check_move(Event.NACKED, record.place)
-        self.table.replace(record, Row(nacked_record(record, self.clock()), row.group))
+        check_move(Event.NACKED, row.record.place)
+        self.table.replace(row.record, Row(rules.nacked_record(row.record, self.clock()), row.group))
 
     def revise(self, revisions: Sequence[Revision]) -> list[bool]:
-        """See `Storage.revise`."""
         applied = []
         for revision in revisions:
             row = self.table.get(revision.uid)
@@ -500,46 +394,33 @@ class Engine:
             record = row.record
             self._change((record.task_name,))
             if revision.content is None:
-                target = check_move(Event.STALE, record.place)
-                assert isinstance(target, End)
-                self._end(row, target, "stale")
+                self._end(row, rules.end_of(Event.STALE, record.place), "stale")
             else:
                 account = self.account(record.task_name)
                 account.reset_tokens += max(0, record.tokens - revision.content.facts.tokens)
-                revised = revised_record(record, revision.content)
+                revised = rules.revised_record(record, revision.content)
                 self.table.replace(record, Row(revised, self._keep(revised, revision.content)))
         return applied
 
-    def discard(self, uids: Iterable[int], node: Node, reason: str, discarded: dict[str, int]) -> None:
-        """End those of these rows that are buffered and match; adds to the counts by task."""
-        matches = predicate(node)
-        for uid in uids:
-            row = self.table.get(uid)
-            if row is None or row.record.place is not Place.BUFFERED or not matches(row.record):
-                continue
-            target = check_move(Event.DISCARDED, row.record.place)
-            assert isinstance(target, End)
-            self._end(row, target, reason)
-            task_name = row.record.task_name
-            discarded[task_name] = discarded.get(task_name, 0) + 1
-            self._change((task_name,))
+    def discard_row(self, row: Row, reason: str) -> None:
+        """End a buffered row as discarded."""
+        self._end(row, rules.end_of(Event.DISCARDED, row.record.place), reason)
+        self._change((row.record.task_name,))
 
     def fail(self, reasons: Mapping[int, str]) -> dict[str, int]:
-        """See `Storage.fail`."""
-        failed: dict[str, int] = {}
+        failed: Counter[str] = Counter()
         for uid, reason in reasons.items():
             row = self.table.get(uid)
             if row is None:
                 continue
-            record = row.record
-            if record.place is Place.ARCHIVED:  # it has already ended
-                self.archived.remove(uid)
-                self.table.remove((record,))
+            if row.record.place is Place.ARCHIVED:  # it has already ended
+                self.archive.uids.remove(uid)
+                self.table.remove((row.record,))
             else:
                 self._end(row, End.FAILED, reason)
-                failed[record.task_name] = failed.get(record.task_name, 0) + 1
+                failed[row.record.task_name] += 1
         self._change(failed)
-        return failed
+        return dict(failed)
 
     def _end(self, row: Row, end: End, reason: str | None) -> None:
         self._end_rows(row.record.task_name, (row,), end, reason)
@@ -553,128 +434,65 @@ class Engine:
         if self.outbox.noting:
             for row in rows:
                 self.outbox.note(group_end(row.record, end, reason))
-        if end is not End.TRAINED or not any(self.settings.keep_trained or self._unsaved(row.record) for row in rows):
+        keep, archive = self.settings.keep_trained, self.archive
+        kept = keep or (archive.saved_step is not None and any(archive.needs(row.record) for row in rows))
+        if end is not End.TRAINED or not kept:
             self.table.remove([row.record for row in rows])
             return
         now = self.clock()
         for row in rows:
-            archived = archived_record(row.record, now)
-            self.table.replace(row.record, Row(archived, row.group))
-            self.archived.append(archived.uid)
-        self._trim_archive()
+            self.table.replace(row.record, Row(rules.archived_record(row.record, now), row.group))
+            archive.uids.append(row.record.uid)
+        archive.trim(self.table, keep)
 
-    # --- the archive ----------------------------------------------------------------------------------
-
-    def _unsaved(self, record: Record) -> bool:
-        """Whether the weights that were trained on a group could still be lost, and the group be needed again."""
-        return (
-            self._durable
-            and self.saved_step is not None
-            and record.train_step is not None
-            and record.train_step > self.saved_step
-        )
-
-    def _trim_archive(self) -> None:
-        while len(self.archived) > self.settings.keep_trained:
-            oldest = self.table.get(self.archived[0])
-            if oldest is not None and self._unsaved(oldest.record):
-                return
-            self.archived.popleft()
-            if oldest is not None:
-                self.table.remove((oldest.record,))
+    # --- after the end --------------------------------------------------------------------------------
 
     def saved(self, model_step: int) -> None:
-        """See `Storage.saved`."""
-        self.saved_step = model_step
-        self._trim_archive()
+        self.archive.saved_step = model_step
+        self.archive.trim(self.table, self.settings.keep_trained)
 
-    def trained_after(self, model_step: int) -> list[Row]:
-        """The archived rows that a rewind to these weights brings back."""
-        archived = [row for uid in self.archived if (row := self.table.get(uid)) is not None]
-        return [row for row in archived if row.record.train_step is not None and row.record.train_step > model_step]
-
-    def rewind(self, rows: Sequence[Row], model_step: int) -> dict[str, int]:
+    def rewind_rows(self, rows: Sequence[Row], model_step: int) -> dict[str, int]:
         """Bring archived rows (with their payload) back; see `Storage.rewind`."""
-        rewound: dict[str, int] = {}
+        rewound: Counter[str] = Counter()
         for row in rows:
             record = row.record
             check_move(Event.REWOUND, record.place)
             self.account(record.task_name).end(End.TRAINED, -record.tokens, None, groups=-1)
-            back = rewound_record(record, self._status_of(row), self.clock())
+            back = rules.rewound_record(record, self._status_of(row), self.clock())
             self.table.replace(record, Row(back, row.group))
-            self.archived.remove(record.uid)
-            rewound[record.task_name] = rewound.get(record.task_name, 0) + 1
+            self.archive.uids.remove(record.uid)
+            rewound[record.task_name] += 1
         for account in self.accounts.values():
             account.rewind(model_step)
-        self.saved_step = model_step
+        self.archive.saved_step = model_step
         self._change(rewound)
-        return rewound
+        return dict(rewound)
 
-    # --- clocks, priorities, reads --------------------------------------------------------------------
+    def note_ends(self) -> None:
+        self.outbox.noting = True
+
+    def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
+        self._check_owner(owner)
+        return self.outbox.take(owner, limit)
+
+    def forget_ends(self, numbers: Sequence[int]) -> None:
+        self.outbox.forget(numbers)
+
+    # --- clocks and priorities ------------------------------------------------------------------------
 
     def account(self, task_name: str) -> Account:
         """The account of a task, made if there is none."""
-        account = self.accounts.get(task_name)
-        if account is None:
-            account = self.accounts[task_name] = Account()
-        return account
+        return self.accounts.get(task_name) or self.accounts.setdefault(task_name, Account())
 
     def _floors(self, task_name: str) -> Floors:
         account = self.accounts.get(task_name)
         return NO_FLOORS if account is None else account.floors
 
     def advance(self, clocks: Mapping[str, Clock]) -> None:
-        """See `Storage.advance`."""
         self._change([task_name for task_name, clock in clocks.items() if self.account(task_name).advance(clock)])
 
-    def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
-        """See `Storage.due`."""
-        floors = self._floors(task_name)
-        rows: list[Row] = []
-        for status in statuses:
-            if len(rows) < limit:
-                rows += self.table.stale(task_name, status, floors, limit - len(rows))
-        return rows
-
     def set_priority(self, priorities: Mapping[int, float]) -> int:
-        """See `Storage.set_priority`."""
         rows = [(row, priority) for uid, priority in priorities.items() if (row := self.table.get(uid)) is not None]
         for row, priority in rows:
             self.table.replace(row.record, Row(replace(row.record, priority=priority), row.group))
         return len(rows)
-
-    def summary(self, tasks: Collection[str] | None, holdings: bool) -> Summary:
-        """See `Storage.summary`."""
-        names = self.accounts if tasks is None else [name for name in tasks if name in self.accounts]
-        return Summary(
-            {task_name: self._task_summary(task_name) for task_name in names},
-            self.table.usage(),
-            self._holdings() if holdings else (),
-            self.saved_step,
-        )
-
-    def _task_summary(self, task_name: str) -> TaskSummary:
-        table, account = self.table, self.accounts[task_name]
-        statuses = {status: n for status in Status if (n := table.count(task_name, status))}
-        fresh = statuses
-        floors = account.floors
-        if floors is not NO_FLOORS:
-            fresh = dict(statuses)
-            for status in EXPIRABLE:
-                if status in fresh:
-                    fresh[status] = table.count_fresh(task_name, status, floors)
-        places, tokens = (table.places(task_name, tokens=tokens) for tokens in (False, True))
-        return TaskSummary(copied(account), statuses, fresh, places, tokens)
-
-    def _holdings(self) -> list[Holding]:
-        now = self.clock()
-        held: dict[tuple[str, Place, str], list[Record]] = {}
-        for owner in self.table.owners():
-            for row in self.table.held(owner):
-                held.setdefault((row.record.task_name, row.record.place, owner), []).append(row.record)
-        holdings = []
-        for (task_name, place, owner), records in held.items():
-            oldest = min(records, key=lambda record: (record.moved_at, record.uid))
-            age_s = max(0.0, now - oldest.moved_at)
-            holdings.append(Holding(task_name, place, owner, len(records), oldest.group_id, age_s))
-        return sorted(holdings, key=lambda holding: -holding.oldest_age_s)

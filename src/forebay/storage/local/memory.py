@@ -1,7 +1,7 @@
 """MemoryStorage: groups in this process, found through indexes only.
 
-Per task and status the buffered groups stand on a shelf: in policy order, in order of their oldest model step, in
-order of their newest trainable step, and (for those that can be drawn again) in order of group_id. So claiming
+The buffered groups of one task and status have an index for each order: that of the policy, of their oldest model step,
+of their newest trainable step, and (for those that can be drawn again) of their group_id. So claiming
 costs in proportion to what is claimed, expiring to what expires, and counting nothing, however much is stored.
 Rows are not tracked by Python's cycle collector: its pauses stay short at a million groups.
 """
@@ -41,7 +41,7 @@ class SortedKeys:
     """
 
     LOAD = 512
-    """Blocks hold up to twice as many keys. Tests make it tiny, so that edges appear early."""
+    """Blocks hold up to 2 * LOAD keys. Tests make it tiny, so that edges appear early."""
 
     __slots__ = ("_blocks", "_lasts", "_size")
 
@@ -99,7 +99,7 @@ class SortedKeys:
             self._lasts[index] = block[-1]
 
     def drop_first(self, count: int) -> None:
-        """Take out the first keys; there must be so many."""
+        """Remove the first `count` keys, which must exist."""
         self._size -= count
         while count:
             block = self._blocks[0]
@@ -164,12 +164,6 @@ class MemoryStorage(LocalStorage):
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         super().__init__(Engine(lambda settings: MemoryTable(settings.order), clock=clock))
 
-    def _check(self) -> None:
-        """Assert that indexes, counts and rows agree."""
-        table = self._engine.table
-        assert isinstance(table, MemoryTable)
-        table._check()
-
 
 class _Shelf:
     """The buffered rows of one task and status.
@@ -191,7 +185,7 @@ class _Shelf:
         return self.by_order, self.by_step, self.by_age, self.by_token, self.by_group
 
     def ages(self, record: Record) -> tuple[tuple[SortedKeys, int], ...]:
-        """The indexes of age that a record stands in, with its key there."""
+        """The indexes of age that a record is in, with its key there."""
         oldest, token, uid = record.oldest_step, record.token_step, record.uid
         if oldest is None:
             return ()
@@ -230,7 +224,7 @@ class MemoryTable(Table):
         self._held: dict[str, dict[int, None]] = {}
         self._groups = self._bytes = self._reserved = self._buffered = 0
         self._last_uid = 0
-        self._ascending = True  # rows stand in order of uid, unless one that had left was put back
+        self._ascending = True  # rows are in order of uid, unless one that had left was put back
 
     # --- change -------------------------------------------------------------------------------------
 
@@ -308,7 +302,7 @@ class MemoryTable(Table):
             return
         self._buffered -= len(records)
         shelf = self._shelves[first.task_name][first.status]
-        # What is claimed stands first in the order: no need to look for it.
+        # Claimed groups are usually the first in the order: no need to look for them.
         uids = map(self._uid_of, shelf.by_order)
         if all(uid == record.uid for record, uid in zip(records, uids, strict=False)):
             shelf.by_order.drop_first(len(records))
@@ -394,7 +388,7 @@ class MemoryTable(Table):
         if shelf is None:
             return 0
         if floors.oldest is not None and floors.token is not None and len(shelf.by_token):
-            stale = len(self._stale_uids(shelf, floors, len(shelf.by_order)))  # one may stand in both indexes
+            stale = len(self._stale_uids(shelf, floors, len(shelf.by_order)))  # one may be in both indexes
         else:
             stale = sum(index.count_below(_packed(floor, 0)) for index, floor in self._ages(shelf, floors))
         return len(shelf.by_order) - stale
@@ -418,7 +412,7 @@ class MemoryTable(Table):
         if not self._ascending:
             self._restore_order()
             return [uid for uid, row in self._rows.items() if row.record.task_name in pins["task_name"]]
-        # A task's groups stand in order of uid: merging them needs no sort, however many there are.
+        # A task's groups are in order of uid: merging them needs no sort.
         return heapq.merge(*[list(self._uids.get(task_name, {}).values()) for task_name in pins["task_name"]])
 
     def rows(self) -> list[Row]:
@@ -435,12 +429,11 @@ class MemoryTable(Table):
 
     # --- proof --------------------------------------------------------------------------------------
 
-    def _check(self) -> None:
-        """Assert that every index and count is what the rows say."""
+    def check(self) -> None:
         again = MemoryTable(self._order)
         identities = [(row.record.task_name, row.record.group_id) for row in self._rows.values()]
         assert len(set(identities)) == len(identities), "identities are unique"
-        assert not self._ascending or list(self._rows) == sorted(self._rows), "rows stand in order of uid"
+        assert not self._ascending or list(self._rows) == sorted(self._rows), "rows are in order of uid"
         for row in self.rows():
             again.add(row)
         assert again._uids == self._uids

@@ -57,7 +57,7 @@ class _FrameTable(Table):
         self._frame: pd.DataFrame | None = None
 
     def frame(self) -> pd.DataFrame:
-        """Every column of every record, each of its own type also where there are no rows."""
+        """Every column of every record, with its dtype also where there are no rows."""
         return self._made(_COLUMNS).astype(_DTYPES)
 
     def _made(self, columns: Sequence[str]) -> pd.DataFrame:
@@ -67,7 +67,7 @@ class _FrameTable(Table):
 
     @property
     def _scanned(self) -> pd.DataFrame:
-        """The columns that questions are about, made anew after a change."""
+        """The columns that questions are about, made again after a change."""
         if self._frame is None:
             columns = ("task_name", "group_id", "place", "status", "owner", "tokens", "bytes", "reserved_bytes")
             self._frame = self._made(columns)

@@ -1,7 +1,8 @@
 """A storage around an engine in this process.
 
-Every operation is one synchronous step of the engine, after which `_finish` calls the listeners. A durable storage
-writes the change to disk in `_finish` first, and reads payloads in `_loaded`.
+Every operation is one synchronous step of the engine, a method of the same name, after which `_finish` calls the
+listeners. A durable storage writes the change to disk in `_finish` first, and reads payloads in `_loaded`. Defined here
+are only operations that yield to the event loop in between, need payloads, or read counts.
 """
 
 from __future__ import annotations
@@ -9,29 +10,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Collection, Mapping
+from typing import Any
 
-from forebay.core.capacity import Settings
-from forebay.core.ledger import Account, Clock, Event, GroupEnd, Place, Record, Row
+from forebay.core.ledger import Account, Place, Record, Row
 from forebay.core.query import Node, pins, predicate
 from forebay.core.rollout import Status
+from forebay.core.staleness import EXPIRABLE, NO_FLOORS
 from forebay.errors import InvalidInput
-from forebay.storage.base import (
-    Arrival,
-    Claim,
-    Claimed,
-    Content,
-    Listener,
-    Reaped,
-    Revision,
-    Rows,
-    Snapshot,
-    Storage,
-    Summary,
-)
-from forebay.storage.idempotency import Applied, Counted, Done, Kept, Stored
+from forebay.storage.base import Holding, Listener, Operation, Reaped, Snapshot, Storage, Summary, TaskSummary
+from forebay.storage.idempotency import Kept, Returned
 from forebay.storage.local.engine import Engine
+from forebay.storage.local.table import Table
 from forebay.storage.rules import StreamCheck, copied, is_used
 
 __all__ = ["LocalStorage"]
@@ -48,6 +39,12 @@ class LocalStorage(Storage):
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._listeners: list[Listener] = []
+
+    async def _perform(self, operation: Operation, /, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self._engine, operation.name)(*args, **kwargs)
+        if operation.changes:
+            await self._finish(Returned(operation.name, result) if operation.once else None)
+        return result
 
     async def _finish(self, answer: Kept | None = None) -> None:
         """End a change: a durable storage writes it here, with the `answer` that a repeated call gets."""
@@ -66,22 +63,16 @@ class LocalStorage(Storage):
         """Rows with their payload, for storages that keep it elsewhere."""
         return rows
 
-    # --- opening and closing ------------------------------------------------------------------------
-
-    async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
-        self._engine.configure(settings)
-        self._engine.enter(owner, lease_s)
-
-    async def close(self, owner: str) -> None:
-        self._engine.leave(owner)
-        await self._finish()
-
-    def beat(self, owner: str) -> None:
-        self._engine.beat(owner)
+    def _check(self) -> None:
+        """Assert that indexes, counts and rows agree."""
+        self._engine.table.check()
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
+
+    def beat(self, owner: str) -> None:
+        self._engine.owners.beat(owner)
 
     async def reap(self) -> Reaped:
         reaped = self._engine.reap()
@@ -91,110 +82,46 @@ class LocalStorage(Storage):
 
     # --- moves --------------------------------------------------------------------------------------
 
-    async def issue(
-        self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
-    ) -> list[Record]:
-        records = self._engine.issue(task_name, contents, owner, cursor, source_state)
-        await self._finish(Stored(records))
-        return records
-
-    async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
-        records = self._engine.put(arrivals, owner)
-        await self._finish(Stored(records))
-        return records
-
-    async def claim(self, claim: Claim) -> Claimed:
-        claimed = self._engine.take(claim, self._engine.choose(claim))
-        await self._finish()
-        return claimed
-
-    async def undo(self, claim: Claim, rows: Rows) -> None:
-        self._engine.undo(rows)
-        await self._finish()
-
-    async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None = None) -> None:
-        self._engine.settle(lease_id, uids, event, reason)
-        await self._finish(Done())
-
-    async def release(self, owner: str) -> dict[str, int]:
-        released = self._engine.release(owner)
-        await self._finish()
-        return released
-
-    async def advance(self, clocks: Mapping[str, Clock]) -> None:
-        self._engine.advance(clocks)
-        await self._finish()
-
-    async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
-        rows = self._engine.due(task_name, statuses, limit)
-        return await self._loaded(rows) if rows else rows
-
-    async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
-        applied = self._engine.revise(revisions)
-        await self._finish(Applied(applied))
-        return applied
-
     async def discard(self, node: Node, reason: str) -> dict[str, int]:
-        discarded: dict[str, int] = {}
-        uids = list(self._engine.table.candidates(pins(node) | {"place": frozenset({Place.BUFFERED})}))
-        for start in range(0, len(uids), _SLICE):
-            if start:
-                await asyncio.sleep(0)
-            self._engine.discard(uids[start : start + _SLICE], node, reason, discarded)
-        await self._finish(Counted(discarded))
-        return discarded
-
-    async def fail(self, reasons: Mapping[int, str]) -> dict[str, int]:
-        failed = self._engine.fail(reasons)
-        await self._finish()
-        return failed
-
-    async def set_priority(self, priorities: Mapping[int, float]) -> int:
-        found = self._engine.set_priority(priorities)
-        await self._finish()
-        return found
-
-    async def saved(self, model_step: int) -> None:
-        self._engine.saved(model_step)
-        await self._finish()
+        discarded: Counter[str] = Counter()
+        async for row in self._matching(node, place=frozenset({Place.BUFFERED})):
+            if row.record.place is Place.BUFFERED:
+                self._engine.discard_row(row, reason)
+                discarded[row.record.task_name] += 1
+        await self._finish(Returned("discard", dict(discarded)))
+        return dict(discarded)
 
     async def rewind(self, model_step: int) -> dict[str, int]:
-        rows = self._engine.trained_after(model_step)
-        rewound = self._engine.rewind(await self._loaded(rows) if rows else rows, model_step)
+        rows = self._engine.archive.trained_after(self._engine.table, model_step)
+        rewound = self._engine.rewind_rows(await self._loaded(rows) if rows else rows, model_step)
         await self._finish()
         return rewound
 
-    # --- ends ---------------------------------------------------------------------------------------
-
-    async def note_ends(self) -> None:
-        self._engine.outbox.noting = True
-        await self._finish()
-
-    async def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
-        self._engine.check_owner(owner)
-        return self._engine.outbox.take(owner, limit)
-
-    async def forget_ends(self, numbers: Sequence[int]) -> None:
-        self._engine.outbox.forget(numbers)
-        await self._finish()
-
     # --- reads --------------------------------------------------------------------------------------
 
-    async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
-        return self._engine.summary(tasks, holdings)
-
-    async def records(self, node: Node, limit: int | None) -> list[Record]:
-        matches = predicate(node)
-        found: list[Record] = []
-        for examined, uid in enumerate(self._engine.table.candidates(pins(node))):
-            if limit is not None and len(found) >= limit:
-                break
+    async def _matching(self, node: Node, limit: int | None = None, **pinned: frozenset[Any]) -> AsyncIterator[Row]:
+        """Up to `limit` rows that match a tree, in order of uid, each as of when it is read."""
+        matches, found = predicate(node), 0
+        for examined, uid in enumerate(self._engine.table.candidates(pins(node) | pinned)):
+            if found == limit:
+                return
             if examined % _SLICE == _SLICE - 1:
                 await asyncio.sleep(0)
             row = self._engine.table.get(uid)
             if row is not None and matches(row.record):
-                found.append(row.record)
-        return found
+                found += 1
+                yield row
+
+    async def records(self, node: Node, limit: int | None) -> list[Record]:
+        return [row.record async for row in self._matching(node, limit)]
+
+    async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
+        account = self._engine.accounts.get(task_name) or Account()
+        rows: list[Row] = []
+        for status in statuses:
+            if len(rows) < limit:
+                rows += self._engine.table.stale(task_name, status, account.floors, limit - len(rows))
+        return await self._loaded(rows) if rows else rows
 
     async def read(self, uid: int) -> Row | None:
         row = self._engine.table.get(uid)
@@ -204,12 +131,48 @@ class LocalStorage(Storage):
     def __len__(self) -> int:
         return len(self._engine.table)
 
+    async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
+        engine = self._engine
+        names = engine.accounts if tasks is None else [name for name in tasks if name in engine.accounts]
+        return Summary(
+            {task_name: self._task_summary(task_name) for task_name in names},
+            engine.table.usage(),
+            self._holdings() if holdings else (),
+            engine.archive.saved_step,
+        )
+
+    def _task_summary(self, task_name: str) -> TaskSummary:
+        table, account = self._engine.table, self._engine.accounts[task_name]
+        statuses = {status: n for status in Status if (n := table.count(task_name, status))}
+        fresh = statuses
+        floors = account.floors
+        if floors is not NO_FLOORS:
+            fresh = dict(statuses)
+            for status in EXPIRABLE:
+                if status in fresh:
+                    fresh[status] = table.count_fresh(task_name, status, floors)
+        places, tokens = (table.places(task_name, tokens=tokens) for tokens in (False, True))
+        return TaskSummary(copied(account), statuses, fresh, places, tokens)
+
+    def _holdings(self) -> list[Holding]:
+        now, table = self._engine.clock(), self._engine.table
+        held: dict[tuple[str, Place, str], list[Record]] = {}
+        for owner in table.owners():
+            for row in table.held(owner):
+                held.setdefault((row.record.task_name, row.record.place, owner), []).append(row.record)
+        holdings = []
+        for (task_name, place, owner), records in held.items():
+            oldest = min(records, key=lambda record: (record.moved_at, record.uid))
+            age_s = max(0.0, now - oldest.moved_at)
+            holdings.append(Holding(task_name, place, owner, len(records), oldest.group_id, age_s))
+        return sorted(holdings, key=lambda holding: -holding.oldest_age_s)
+
     # --- streams ------------------------------------------------------------------------------------
 
     async def snapshot(self) -> Snapshot:
         engine = self._engine
         rows = self._stream(engine.table.rows())
-        # Until nobody can read from it any more, also if nobody ever does.
+        # Until the stream is dropped, whether it was read or not.
         engine.streams += 1
         weakref.finalize(rows, self._end_stream)
         accounts = {task_name: copied(account) for task_name, account in engine.accounts.items()}
@@ -231,8 +194,20 @@ class LocalStorage(Storage):
     async def restore(
         self, accounts: Mapping[str, Account], next_uid: int, next_timestamp_id: int, rows: AsyncIterable[Row]
     ) -> None:
+        table = self._engine.make_table(self._engine.settings)
+        await self._fill(table, accounts, next_uid, next_timestamp_id, rows)
+        await self._finish(Returned("restore", None))
+
+    async def _fill(
+        self,
+        table: Table,
+        accounts: Mapping[str, Account],
+        next_uid: int,
+        next_timestamp_id: int,
+        rows: AsyncIterable[Row],
+    ) -> None:
+        """Fill a table with checked rows, and adopt it."""
         check = StreamCheck(accounts, next_uid, next_timestamp_id)
-        table = self._engine.empty_table()
         archived: deque[int] = deque()
         async for row in rows:
             check.row(row.record)
@@ -242,4 +217,3 @@ class LocalStorage(Storage):
         check.end()
         self._check_empty()
         self._engine.adopt(table, accounts, archived, next_uid, next_timestamp_id)
-        await self._finish(Done())

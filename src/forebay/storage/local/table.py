@@ -1,12 +1,13 @@
-"""What the rules of a local storage need from the place that keeps the rows.
+"""Where an engine keeps rows: the table of all of them, and the archive of trained ones.
 
-A table finds, keeps and counts rows; it checks nothing and decides nothing (`local` does). MemoryStorage brings one
+A table finds, keeps and counts rows; it checks nothing and decides nothing (the engine does). MemoryStorage brings one
 with indexes, PandasStorage a plain one.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from forebay.core.capacity import Usage
@@ -15,11 +16,11 @@ from forebay.core.query import Pins
 from forebay.core.rollout import Status
 from forebay.core.staleness import Floors
 
-__all__ = ["Table"]
+__all__ = ["Archive", "Table"]
 
 
 class Table(ABC):
-    """Rows, found in every way that the rules ask for. It checks nothing."""
+    """Rows, found in every way that the rules ask for."""
 
     @abstractmethod
     def add(self, row: Row) -> None:
@@ -41,11 +42,11 @@ class Table(ABC):
 
     @abstractmethod
     def held(self, owner: str) -> list[Row]:
-        """What an owner holds, in flight or leased, in order of uid."""
+        """The rows of an owner, in flight or leased, in order of uid."""
 
     @abstractmethod
     def owners(self) -> Collection[str]:
-        """Who holds anything."""
+        """The owners that have rows."""
 
     @abstractmethod
     def first(self, task_name: str, status: Status, n: int, floors: Floors, *, by_group: bool) -> list[Row]:
@@ -81,3 +82,39 @@ class Table(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Buffered rows of all tasks."""
+
+    def check(self) -> None:
+        """Assert that every index and count is what the rows say."""
+        assert len(self) == sum(row.record.place is Place.BUFFERED for row in self.rows())
+
+
+class Archive:
+    """The uids of archived rows, oldest first, and the step of the last saved weights.
+
+    `durable`: groups stay until weights that were trained on them are saved.
+    """
+
+    def __init__(self, *, durable: bool) -> None:
+        self.uids: deque[int] = deque()
+        self.saved_step: int | None = None
+        self._durable = durable
+
+    def needs(self, record: Record) -> bool:
+        """Whether the weights that were trained on a group can still be lost, and the group be needed again."""
+        step, saved = record.train_step, self.saved_step
+        return self._durable and saved is not None and step is not None and step > saved
+
+    def trim(self, table: Table, keep: int) -> None:
+        """Remove the oldest rows beyond `keep`, as far as they are not needed."""
+        while len(self.uids) > keep:
+            oldest = table.get(self.uids[0])
+            if oldest is not None and self.needs(oldest.record):
+                return
+            self.uids.popleft()
+            if oldest is not None:
+                table.remove((oldest.record,))
+
+    def trained_after(self, table: Table, model_step: int) -> list[Row]:
+        """The rows that were trained for a later step than that of these weights."""
+        rows = [row for uid in self.uids if (row := table.get(uid)) is not None]
+        return [row for row in rows if row.record.train_step is not None and row.record.train_step > model_step]

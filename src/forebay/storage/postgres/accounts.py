@@ -50,7 +50,7 @@ async def ensure(connection: Any, tasks: Collection[str]) -> None:
 
 
 async def read(connection: Any, tasks: Collection[str] | None, *, lock: bool = False) -> dict[str, Account]:
-    """The accounts of tasks (None: of all), without counts. `lock`: nobody changes them until the commit."""
+    """The accounts of tasks (None: of all), without counts. `lock`: they stay as they are until the commit."""
     rows = await connection.fetch(
         f"SELECT a.task_name, {ACCOUNT} FROM accounts a WHERE $1::text[] IS NULL OR a.task_name = ANY($1) "
         f"ORDER BY a.task_name {'FOR UPDATE' if lock else ''}",

@@ -3,6 +3,10 @@
 Rows are claimed with FOR UPDATE SKIP LOCKED: claims do not wait for each other, and each gets the first groups of the
 order that no other is claiming. A claim that must be whole is refused only if the groups do not exist: if others have
 them locked, it waits for these locks and looks again, because nothing would wake it.
+
+Part 0 of a call in the table `calls` is its answer (see `storage.idempotency`). Beside that of a claim are the frames
+of the groups that it took for good, each under the uid of its group; the server copies them. `Step.answer` writes both.
+A second answer to one call is refused: another process has answered it meanwhile, and the step is rolled back.
 """
 
 from __future__ import annotations
@@ -12,22 +16,21 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from forebay.codec.frame import encode_group
-from forebay.core.capacity import Settings
 from forebay.core.ledger import End, Event, Place, Record, Row, check_move, take_event
 from forebay.core.policy import ARRIVAL, CHOICE_ROWS, Order, checked_choice
 from forebay.core.rollout import Status
 from forebay.core.staleness import EXPIRABLE
 from forebay.storage.base import Claim, Claimed, Purpose, Rows, TaskSummary
-from forebay.storage.idempotency import Handed, is_held, taken_for_good
-from forebay.storage.payloads import Reading, Slices, in_slices
+from forebay.storage.idempotency import Answered, Handed, claimed_rows, decode_kept, is_held, taken_for_good
+from forebay.storage.payloads import Reading, Slices, in_slices, read_rows
 from forebay.storage.postgres import accounts, owners, reads
 from forebay.storage.postgres.columns import RECORD, read_record, to_text
-from forebay.storage.postgres.ends import end_or_archive
+from forebay.storage.postgres.moves import end_or_archive
 from forebay.storage.postgres.schema import QUEUE, order_clause
 from forebay.storage.postgres.step import NOW, Step
-from forebay.storage.rules import claim_event, claimed_record, unclaimed_record
+from forebay.storage.rules import claim_event, claimed_record, end_of, unclaimed_record
 
-__all__ = ["Damaged", "Outlook", "claim", "look", "undo"]
+__all__ = ["Damaged", "Outlook", "answer", "claim", "forget", "look", "retract", "undo"]
 
 _SLICE_BYTES = 4 << 20
 """Frames that are asked for at once."""
@@ -124,7 +127,7 @@ async def _read_frames(
 # --- claiming -----------------------------------------------------------------------------------------
 
 
-async def claim(step: Step, claim: Claim, outlook: Outlook, settings: Settings, *, waiting: bool) -> Claimed | None:
+async def claim(step: Step, claim: Claim, outlook: Outlook, *, waiting: bool) -> Claimed | None:
     """Reap, advance clocks, claim and read; None if it must be whole, and others have some of the groups locked.
 
     `waiting`: wait for locked groups instead of passing over them.
@@ -136,9 +139,9 @@ async def claim(step: Step, claim: Claim, outlook: Outlook, settings: Settings, 
         outlook = await look(step.connection, claim)
         if not outlook.is_worthwhile:
             return outlook.nothing()
-    chosen = await _choose(step, claim, settings, waiting=waiting)
+    chosen = await _choose(step, claim, waiting=waiting)
     if chosen is None:
-        return None if settings.choose is None else outlook.nothing()  # a policy may choose fewer than there are
+        return None if step.settings.choose is None else outlook.nothing()  # a policy may choose fewer than there are
     now, found = chosen
     taken: dict[str, list[Record]] = {task_name: [] for task_name in claim.wants}
     ended: list[tuple[End, list[Record]]] = []
@@ -159,7 +162,7 @@ async def claim(step: Step, claim: Claim, outlook: Outlook, settings: Settings, 
         # The answer copies payloads that are removed with it.
         step.answer(Handed.of(claim, taken))
         for end, records in ended:
-            await end_or_archive(step, records, end, None, settings)
+            await end_or_archive(step, records, end, None)
         await step.write()
 
     records = [record for task_name in claim.wants for record in taken[task_name]]
@@ -176,21 +179,19 @@ async def claim(step: Step, claim: Claim, outlook: Outlook, settings: Settings, 
 Found = list[tuple[str, Status, list[Record]]]
 
 
-async def _choose(step: Step, claim: Claim, settings: Settings, *, waiting: bool) -> tuple[float, Found] | None:
+async def _choose(step: Step, claim: Claim, *, waiting: bool) -> tuple[float, Found] | None:
     """The server's time, and locked records by task and status; None if `whole` and some are missing."""
-    choosing = settings.choose is not None and claim.purpose is not Purpose.DRAW
+    choosing = step.settings.choose is not None and claim.purpose is not Purpose.DRAW
     missing = {task_name: wanted for task_name, wanted in sorted(claim.wants.items()) if wanted > 0}
     now = 0.0
     chosen: Found = []
     for status in claim.statuses:
         if choosing:
-            found = {
-                task: await _choose_by_policy(step, task, status, n, claim, settings) for task, n in missing.items()
-            }
+            found = {task: await _choose_by_policy(step, task, status, n, claim) for task, n in missing.items()}
             now = await step.connection.fetchval(f"SELECT {NOW}")
         else:
             lock = "FOR UPDATE OF g" if waiting else "FOR UPDATE OF g SKIP LOCKED"
-            now, found = await _select(step, missing, status, claim, settings.order, lock)
+            now, found = await _select(step, missing, status, claim, step.settings.order, lock)
         for task_name, records in found.items():
             if records:
                 chosen.append((task_name, status, records))
@@ -235,15 +236,14 @@ async def _select(
     return rows[0]["now"] if rows else 0.0, found
 
 
-async def _choose_by_policy(
-    step: Step, task_name: str, status: Status, n: int, claim: Claim, settings: Settings
-) -> list[Record]:
-    """What a user's policy chooses. It chooses again if a chosen group was discarded meanwhile."""
-    assert settings.choose is not None
+async def _choose_by_policy(step: Step, task_name: str, status: Status, n: int, claim: Claim) -> list[Record]:
+    """The records that a user's policy chooses. It chooses again if a chosen group was discarded meanwhile."""
+    choose = step.settings.choose
+    assert choose is not None
     while True:
         _, offered = await _select(step, {task_name: CHOICE_ROWS}, status, claim, ARRIVAL, "")
         by_uid = {record.uid: record for record in offered[task_name]}
-        uids = checked_choice(settings.choose, offered[task_name], n)
+        uids = checked_choice(choose, offered[task_name], n)
         locked = {record.uid: record for record in await step.lock("g.uid = ANY($1) AND g.place = 'buffered'", uids)}
         if all(uid in locked and locked[uid].revision == by_uid[uid].revision for uid in uids):
             return [locked[uid] for uid in uids]
@@ -266,7 +266,7 @@ async def undo(step: Step, rows: Rows, frames: Mapping[int, bytes] | None = None
             if now is None or now.place is Place.ARCHIVED:
                 ended.append(row)
         elif now is not None and is_held(now, row.record):
-            step.store(now, unclaimed_record(now, now.moved_at))
+            step.store(now, unclaimed_record(now))
             step.wake(now.task_name)
     if ended:
         await _undo_ends(step, ended, present, frames)
@@ -297,8 +297,7 @@ async def _undo_ends(
                 continue
             frame = encode_group(row.group) if frames is None else frames[record.uid]
             await slices.add(len(frame))
-        end = check_move(take_event(record.status), Place.BUFFERED)
-        assert isinstance(end, End)
+        end = end_of(take_event(record.status), Place.BUFFERED)
         step.store(present.get(record.uid), record, frame)
         step.counters.end(record.task_name, end, -record.tokens, None, groups=-1)
         step.wake(record.task_name)
@@ -310,3 +309,51 @@ async def _undo_ends(
         [record.group_id for record in back],
         [record.deliveries for record in back],
     )
+
+
+# --- answers of calls ---------------------------------------------------------------------------------
+
+
+async def retract(connection: Any, client: str, sequence: int) -> bool:
+    """Drop the answer of a call that is undone; whether it existed."""
+    dropped = await connection.fetch(
+        "DELETE FROM calls WHERE client = $1 AND sequence = $2 RETURNING part", to_text(client), sequence
+    )
+    return bool(dropped)
+
+
+async def forget(connection: Any, client: str) -> None:
+    """Drop all answers of a client."""
+    await connection.execute("DELETE FROM calls WHERE client = $1", to_text(client))
+
+
+async def answer(step: Step, client: str, sequence: int) -> Answered | Exception | None:
+    """The answer of a call. For a claim that lost some of its groups: the error to raise, after the commit.
+
+    The other groups of such a claim are put back: its caller will hear of none of them.
+    """
+    connection = step.connection
+    found = await connection.fetch(
+        "SELECT part, data FROM calls WHERE client = $1 AND sequence = $2", to_text(client), sequence
+    )
+    frames: dict[int, bytes] = {row["part"]: row["data"] for row in found}
+    if 0 not in frames:
+        return None
+    kept = decode_kept(frames.pop(0))
+    if not isinstance(kept, Handed):
+        return Answered(kept.value)
+    held = {record.uid: record for record in kept.held()}
+    if held:
+        now = await step.lock("g.uid = ANY($1)", list(held))
+        here = [record.uid for record in now if is_held(record, held[record.uid])]
+        rows = await connection.fetch("SELECT uid, frame FROM payloads WHERE uid = ANY($1)", here)
+        frames |= {row["uid"]: row["frame"] for row in rows}
+    records = [record for task_records in kept.records.values() for record in task_records]
+    reading = await read_rows(records, frames)
+    lost = len(records) - len(reading.rows)
+    if not lost:
+        return Answered(Claimed(claimed_rows(kept, reading.rows)))
+    # Groups that cannot be read go back as well, if their frame exists: the next claim ends them as failed.
+    await undo(step, claimed_rows(kept, (Row(record, ()) for record in records)), frames)
+    await retract(connection, client, sequence)
+    return kept.lost(lost)

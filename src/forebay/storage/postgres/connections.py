@@ -6,7 +6,7 @@ completely or not at all.
 - A step whose caller is cancelled is rolled back. If the cancel arrives during the commit, the step finishes, and a
   claim is then undone: no caller holds groups that it never learned of.
 - If the server goes away, StorageUnavailable is raised and nothing is half done. If it went away during the commit,
-  the outcome of a claim is looked up as soon as the server is back, and a claim that nobody learned of is undone.
+  the outcome of a claim is looked up as soon as the server is back, and a claim that did commit is undone.
 """
 
 from __future__ import annotations
@@ -23,13 +23,68 @@ from typing import Any, TypeAlias, TypeVar
 import asyncpg
 
 from forebay.core.aio import see_through
+from forebay.core.capacity import Settings
 from forebay.errors import StorageUnavailable
 from forebay.storage.postgres.step import Step
-from forebay.storage.postgres.transactions import AWAY, LOST, is_closed, roll_back, transaction
 
-__all__ = ["Connections", "Undo", "Work"]
+__all__ = ["AWAY", "LOST", "READ", "Connections", "Undo", "Work", "is_closed", "roll_back", "transaction"]
 
 log = logging.getLogger(__name__)
+
+AWAY = (
+    asyncpg.PostgresConnectionError,
+    asyncpg.OperatorInterventionError,  # the server shuts down, or starts
+    asyncpg.TooManyConnectionsError,
+)
+"""The server says that it cannot serve us."""
+
+LOST: tuple[type[BaseException], ...] = (
+    *AWAY,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,
+    OSError,  # TimeoutError included
+)
+"""Raised when the server is away or goes away; the last three are raised for other reasons as well."""
+
+READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+"""Begins a transaction that reads one moment."""
+
+
+def is_closed(connection: Any) -> bool:
+    """Whether a connection can no longer be used; a pool refuses even the question then."""
+    try:
+        return bool(connection.is_closed())
+    except asyncpg.InterfaceError:
+        return True
+
+
+@asynccontextmanager
+async def transaction(connection: Any, begin: str = "BEGIN") -> AsyncIterator[None]:
+    """One transaction. (asyncpg's own takes one whose start was cancelled to be still open.)"""
+    try:
+        await connection.execute(begin)
+        yield
+    except BaseException:
+        await roll_back(connection)
+        raise
+    await connection.execute("COMMIT")
+
+
+async def roll_back(connection: Any) -> None:
+    """End a transaction without effect.
+
+    Always: after a cancelled statement the connection does not know yet whether a transaction is open.
+    """
+    if is_closed(connection):
+        return
+    try:
+        await connection.execute("ROLLBACK")
+    except BaseException as error:
+        if not is_closed(connection):
+            connection.terminate()
+        if not isinstance(error, LOST):
+            raise
+
 
 T = TypeVar("T")
 Work: TypeAlias = "Callable[[Step], Awaitable[T]]"
@@ -72,6 +127,7 @@ class Connections:
         self._timeout_s = timeout_s
         self._max_connections = max_connections
         self._committed = committed
+        self.settings = Settings()  # of the owners
         self._pool: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
@@ -212,7 +268,7 @@ class Connections:
             try:
                 await self.resolve_doubts()
                 async with self.lend() as connection:
-                    step = Step(connection)
+                    step = Step(connection, self.settings)
                     if begin is None:
                         run.committing = True
                         result = await work(step)
@@ -256,7 +312,7 @@ class Connections:
             try:
                 async with self.lend() as connection:
                     outcome = await connection.fetchval("SELECT pg_xact_status($1::text::xid8)", xid)
-                    step = Step(connection)
+                    step = Step(connection, self.settings)
                     if outcome == "committed":
                         async with transaction(connection):
                             await undo(step)

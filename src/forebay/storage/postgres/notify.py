@@ -3,7 +3,7 @@
 It listens for changes of other processes, tells them of the changes of this one, and renews the deadlines of owners, so
 that a trainer whose event loop is busy keeps its leases. A notification is sent after the commit that it tells of, and
 pending ones are sent as one: inside the transaction it would make every commit of the server wait for the one before.
-(If a process dies in between, it misses its deadline, and the process that reaps it wakes everybody.)
+(If a process dies in between, it misses its deadline, and the process that reaps it wakes all others.)
 
 If the connection breaks, the notifier connects again with growing pauses and a warning, and then wakes every listener.
 """
@@ -23,8 +23,8 @@ from typing import Any
 from forebay.core.aio import in_thread
 from forebay.errors import ForebayError
 from forebay.storage.postgres.columns import from_text, to_text
+from forebay.storage.postgres.connections import LOST
 from forebay.storage.postgres.owners import RENEW
-from forebay.storage.postgres.transactions import LOST
 
 __all__ = ["EVERYTHING", "Notifier"]
 
@@ -120,7 +120,7 @@ class Notifier:
             self._loop.run_until_complete(self._serve())
         except BaseException as error:
             log.exception("postgres_notifier_failed buffer=%s", self._name)
-            if not self._first.done():  # nobody may wait for it forever
+            if not self._first.done():  # so that `listening` does not wait forever
                 self._first.set_exception(error)
         finally:
             self._loop.close()

@@ -1,7 +1,7 @@
-"""The table `owners`: who has a buffer open, with which settings, and until when.
+"""The table `owners`: the owners that have a buffer open, with which settings, and until when.
 
-Deadlines are judged by the server's clock alone. An owner that missed its deadline loses its groups when somebody
-reaps; it may send heartbeats again afterwards and continue, but it no longer holds these groups.
+Deadlines are judged by the server's clock alone. An owner that missed its deadline loses its groups when another
+process reaps it; it may send heartbeats again afterwards and continue, but it no longer holds these groups.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 from forebay.core.capacity import Settings
 from forebay.errors import InvalidConfig
-from forebay.storage.postgres import ends
+from forebay.storage.postgres import moves
 from forebay.storage.postgres.columns import from_text, to_text
 from forebay.storage.postgres.schema import advisory_key, replace_order_index, settings_text
 from forebay.storage.postgres.step import Step
@@ -53,7 +53,7 @@ async def register(step: Step, name: str, owner: str, settings: Settings, lease_
 
 async def leave(step: Step, owner: str) -> None:
     """Release the groups of an owner, and forget it."""
-    await ends.release(step, [owner])
+    await moves.release(step, owner)
     await step.connection.execute("DELETE FROM owners WHERE owner = $1", to_text(owner))
 
 
@@ -75,7 +75,7 @@ async def reap(step: Step) -> dict[str, int] | None:
     if not late:
         return None
     names = [row["owner"] for row in late]
-    released = await ends.release(step, [from_text(name) for name in names])
+    released = await moves.release(step, *[from_text(name) for name in names])
     await connection.execute("UPDATE owners SET reaped = true WHERE owner = ANY($1)", names)
     await connection.execute(
         "DELETE FROM owners WHERE reaped AND deadline < clock_timestamp() - make_interval(secs => $1)", _KEEP_S

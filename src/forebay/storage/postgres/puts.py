@@ -1,36 +1,40 @@
-"""How groups arrive: drawn prompts are issued, drawn groups come back, others are put by hand.
+"""How groups arrive: drawn prompts are issued, drawn groups come back, others are put by hand, or a stream is restored.
 
 A put by hand of a few groups without a capacity is one statement, so that it takes one round trip; many bytes go
-through COPY.
+through COPY. A restore is one transaction, visible when all of it is stored and the ledger of every task closes.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 
 from forebay.codec.frame import encode_group
 from forebay.core.capacity import MAX_SIZES, Settings, check_room, response_size
-from forebay.core.ledger import Account, End, Event, Place, Record, arrival_event, check_move, identify
-from forebay.errors import CursorMoved
+from forebay.core.ledger import Account, End, Event, Place, Record, Row, arrival_event, check_move, identify
+from forebay.core.rollout import group_status
+from forebay.errors import CursorMoved, InvalidInput
 from forebay.storage.base import Arrival, Content
-from forebay.storage.idempotency import CALL, Stored
+from forebay.storage.idempotency import CALL
 from forebay.storage.payloads import Slices
 from forebay.storage.postgres import accounts
-from forebay.storage.postgres.columns import RECORD, from_text, read_record, to_text
-from forebay.storage.postgres.reads import SIZES, USAGE, sizes_of, usage_of
+from forebay.storage.postgres.columns import COLUMNS, RECORD, from_text, read_record, record_values, to_text
+from forebay.storage.postgres.reads import SIZES, USAGE, sizes_of, summary, usage_of
 from forebay.storage.postgres.step import NEW, NOW, Step
 from forebay.storage.rules import (
+    StreamCheck,
     check_return,
     drawn_by_hand,
     duplicate_in_put,
     ended_record,
     fitting,
+    is_used,
     new_record,
+    restored_accounts,
     returned_record,
 )
 
-__all__ = ["Frames", "HandIds", "is_bounded", "is_single", "issue", "may_need_room", "put"]
+__all__ = ["Frames", "HandIds", "is_bounded", "is_single", "issue", "may_need_room", "put", "restore"]
 
 COPY_BYTES = 1 << 20
 """Frames of this size together go through COPY; below, one statement with arrays is faster."""
@@ -124,7 +128,6 @@ async def issue(
     owner: str,
     cursor: int,
     source_state: bytes | None,
-    settings: Settings,
 ) -> list[Record]:
     """Write the prompts that fit as rows in flight, and advance the cursor."""
     connection, name = step.connection, to_text(task_name)
@@ -135,7 +138,7 @@ async def issue(
             raise CursorMoved(task_name, cursor, found["cursor"] or 0)
         if found["taken"] is not None:
             raise drawn_by_hand(task_name, found["taken"])
-        reserved = fitting(contents, sizes_of(found), usage_of(found), settings, found["used_in_flight"])
+        reserved = fitting(contents, sizes_of(found), usage_of(found), step.settings, found["used_in_flight"])
         if not reserved or found["cursor"] is not None:
             break
         await accounts.ensure(connection, [task_name])  # the first prompts of the task: there was no account to lock
@@ -170,7 +173,6 @@ async def issue(
     records = list((await _write(step, frames, stored)).values())
     for content, record in zip(contents, records, strict=False):
         identify(content.group, task_name, record.group_id)
-    step.answer(Stored(records))
     return records
 
 
@@ -198,9 +200,10 @@ def may_need_room(arrivals: Sequence[Arrival], settings: Settings) -> bool:
 
 
 async def put(
-    step: Step, arrivals: Sequence[Arrival], group_ids: Sequence[int], frames: Frames, *, owner: str, settings: Settings
+    step: Step, arrivals: Sequence[Arrival], group_ids: Sequence[int], frames: Frames, *, owner: str
 ) -> list[Record]:
     """Store arrivals: groups that come back, and groups by hand. `group_ids` has one for each arrival."""
+    settings = step.settings
     rows = await _returning(step, arrivals, owner)
     new = [arrival for arrival, row in zip(arrivals, rows, strict=True) if row is None and not arrival.stale]
     if new and may_need_room(arrivals, settings):
@@ -236,9 +239,7 @@ async def put(
         step.store(row, record, frames[index])
         stored[index] = record
     written = await _write(step, frames, stored)
-    records = [ended[index] if index in ended else written[index] for index in range(len(arrivals))]
-    step.answer(Stored(records))
-    return records
+    return [ended[index] if index in ended else written[index] for index in range(len(arrivals))]
 
 
 async def _by_hand(step: Step, arrival: Arrival, group_id: int) -> Record:
@@ -293,3 +294,53 @@ async def _cursors(connection: Any, tasks: set[str]) -> dict[str, int]:
         [to_text(task_name) for task_name in tasks],
     )
     return {from_text(row["task_name"]): row["cursor"] for row in rows}
+
+
+# --- restore ------------------------------------------------------------------------------------------
+
+_SLICE_ROWS = 1_024
+_SLICE_BYTES = 8 << 20
+
+
+async def restore(
+    step: Step, saved: Mapping[str, Account], next_uid: int, next_timestamp_id: int, rows: AsyncIterable[Row]
+) -> None:
+    """Fill an empty store. InvalidInput, and nothing restored, if it is not empty or the stream contradicts itself."""
+    connection, counters = step.connection, step.counters
+    await connection.execute("SET LOCAL idle_in_transaction_session_timeout = 0")  # the stream may be slow
+    await connection.execute("LOCK TABLE groups, accounts, counters IN SHARE ROW EXCLUSIVE MODE")
+    found, _ = await summary(connection, None, False)
+    present = {task_name: task.account for task_name, task in found.tasks.items()}
+    if is_used(present):
+        raise InvalidInput("a stream is restored into an empty storage; this one has been used; nothing restored")
+    check = StreamCheck(saved, next_uid, next_timestamp_id)
+    records: list[tuple[Any, ...]] = []
+    frames: list[tuple[int, bytes]] = []
+    size = 0
+    async for row in rows:
+        record = row.record
+        check.row(record)
+        counters.enter(record)
+        records.append(record_values(record, group_status(row.group) if record.place is Place.ARCHIVED else None))
+        frames.append((record.uid, encode_group(row.group)))
+        size += len(frames[-1][1])
+        if size >= _SLICE_BYTES or len(records) >= _SLICE_ROWS:
+            await _copy(connection, records, frames)
+            records, frames, size = [], [], 0
+    await _copy(connection, records, frames)
+    check.end()
+    for task_name, account in saved.items():
+        counters.restore(task_name, account)
+        step.wake(task_name)
+    await accounts.write(connection, restored_accounts(saved, present))
+    await connection.execute(
+        "SELECT setval('uids', $1, false), setval('arrivals', $2, false), setval('hand_ids', $3, false)",
+        next_uid,
+        next_timestamp_id,
+        max([1, *(-account.next_hand_id for account in saved.values())]),
+    )
+
+
+async def _copy(connection: Any, records: list[tuple[Any, ...]], frames: list[tuple[int, bytes]]) -> None:
+    await connection.copy_records_to_table("groups", columns=COLUMNS, records=records)
+    await connection.copy_records_to_table("payloads", columns=("uid", "frame"), records=frames)

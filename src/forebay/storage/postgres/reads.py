@@ -1,29 +1,47 @@
-"""Reads: counts from the counters, ages and queries from the rows.
+"""Reads: counts from the counters, ages and queries from the rows, and everything as a stream.
 
 None of them locks or moves anything, or reads a payload that it was not asked for. Each is one statement, so that its
-result was true at one moment.
+result was true at one moment. A stream reads one moment (REPEATABLE READ) on its own connection while others continue;
+it needs a bounded number of bytes however much is stored.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 from forebay.core.capacity import Usage
-from forebay.core.ledger import Account, End, Place, Record
+from forebay.core.ledger import Account, End, Place, Record, Row
 from forebay.core.query import Node
 from forebay.core.rollout import Status
 from forebay.core.staleness import EXPIRABLE
-from forebay.storage.base import Holding, Summary, TaskSummary
+from forebay.errors import DamagedData, StorageUnavailable
+from forebay.storage.base import Holding, Snapshot, Summary, TaskSummary
+from forebay.storage.payloads import in_slices, read_row
 from forebay.storage.postgres.accounts import ACCOUNT, read_account
-from forebay.storage.postgres.columns import RECORD, from_text, read_record, to_text
-from forebay.storage.postgres.counters import BUFFERED, COUNTERS
+from forebay.storage.postgres.columns import RECORD, condition, from_text, read_record, to_text
+from forebay.storage.postgres.connections import LOST, READ, is_closed
 from forebay.storage.postgres.owners import IS_LATE
-from forebay.storage.postgres.query import condition
-from forebay.storage.postgres.step import NOW
+from forebay.storage.postgres.step import BUFFERED, COUNTERS, NOW
 
-__all__ = ["SIZES", "USAGE", "claimable", "due", "problems", "read", "records", "sizes_of", "summary", "usage_of"]
+__all__ = [
+    "SIZES",
+    "USAGE",
+    "Stream",
+    "claimable",
+    "due",
+    "problems",
+    "read",
+    "records",
+    "sizes_of",
+    "summary",
+    "usage_of",
+]
 
 Found: TypeAlias = "tuple[Record, bytes | None]"
 """A record and its frame."""
@@ -209,3 +227,76 @@ async def problems(connection: Any) -> Sequence[str]:
     if unpaired:
         wrong.append(f"{unpaired} rows without a payload, or payloads without a row")
     return wrong
+
+
+# --- streams ------------------------------------------------------------------------------------------
+
+_SLICE_ROWS = 128
+_SLICE_BYTES = 8 << 20
+
+_HEADS = f"""
+SELECT {RECORD}, coalesce(octet_length(p.frame), 0) AS frame_bytes FROM groups g LEFT JOIN payloads p USING (uid)
+WHERE g.uid > $1 ORDER BY g.uid LIMIT {_SLICE_ROWS}"""
+_FRAMES = "SELECT uid, frame FROM payloads WHERE uid = ANY($1)"
+_NEXT_NUMBERS = """
+SELECT u.last_value + u.is_called::int AS uid, a.last_value + a.is_called::int AS timestamp_id
+FROM uids u, arrivals a"""
+
+
+class Stream:
+    """The rows of one moment. It has a connection until it is read to its end, or forgotten, or ended."""
+
+    def __init__(self, connection: Any, ended: Callable[[Stream], None]) -> None:
+        self._connection = connection
+        self._ended = ended
+        self._open = True
+        self._loop = asyncio.get_running_loop()
+
+    async def snapshot(self) -> Snapshot:
+        """Begin to read."""
+        connection = self._connection
+        await connection.execute("SET idle_in_transaction_session_timeout = 0")  # its reader may be slow
+        await connection.execute(READ)
+        found, _ = await summary(connection, None, False)
+        numbers = await connection.fetchrow(_NEXT_NUMBERS)
+        rows = self._rows(connection)
+        # A generator that is never read never ends by itself.
+        weakref.finalize(rows, self._forgotten)
+        accounts = {task_name: task.account for task_name, task in found.tasks.items()}
+        return Snapshot(accounts, numbers["uid"], numbers["timestamp_id"], rows)
+
+    def _forgotten(self) -> None:
+        if self._open:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and its connections with it
+                self._loop.call_soon_threadsafe(self.end)
+
+    def end(self) -> None:
+        """Give up the connection."""
+        if self._open:
+            self._open = False
+            if not is_closed(self._connection):
+                self._connection.terminate()
+            self._ended(self)
+
+    async def _rows(self, connection: Any) -> AsyncGenerator[Row, None]:
+        above = 0
+        try:
+            while heads := await connection.fetch(_HEADS, above):
+                above = heads[-1]["uid"]
+                for part in in_slices(heads, itemgetter("frame_bytes"), _SLICE_BYTES):
+                    frames = await connection.fetch(_FRAMES, [row["uid"] for row in part])
+                    by_uid = {row["uid"]: row["frame"] for row in frames}
+                    for row in part:
+                        yield _read(row, by_uid.pop(row["uid"], None))
+        except LOST as error:
+            raise StorageUnavailable(f"the database went away while a snapshot was read: {error}") from error
+        finally:
+            self.end()
+
+
+def _read(row: Any, frame: bytes | None) -> Row:
+    record = read_record(row)
+    try:
+        return read_row(record, frame)
+    except DamagedData as error:
+        raise DamagedData(f"the payload of group uid {record.uid} was damaged on disk: {error}") from None

@@ -25,23 +25,11 @@ from forebay.core.capacity import Settings
 from forebay.core.policy import Order
 from forebay.errors import InvalidConfig
 from forebay.storage.postgres.columns import DEFINITIONS
-from forebay.storage.postgres.counters import COUNTERS
-from forebay.storage.postgres.transactions import transaction
+from forebay.storage.postgres.step import COUNTERS
 
-__all__ = [
-    "QUEUE",
-    "SHARDS",
-    "VERSION",
-    "advisory_key",
-    "ensure_schema",
-    "order_clause",
-    "replace_order_index",
-    "settings_text",
-]
+__all__ = ["QUEUE", "VERSION", "advisory_key", "ensure_schema", "order_clause", "replace_order_index", "settings_text"]
 
 VERSION = 4
-SHARDS = 16
-
 
 QUEUE = "(task_name || '/' || status)"
 """The queue that a buffered group waits in: groups of one queue are claimed in one order. It is one value, so that only
@@ -138,16 +126,18 @@ def advisory_key(name: str, purpose: str) -> int:
 
 
 async def ensure_schema(connection: Any, name: str) -> str:
-    """The id of the store, which is created if it does not exist; InvalidConfig if it has another version."""
+    """The id of the store, which is created if it does not exist; InvalidConfig if it has another version.
+
+    In a transaction: either all tables exist afterwards, or none.
+    """
     if not await connection.fetchval(_EXISTS, name):
-        async with transaction(connection):
-            await connection.execute("SELECT pg_advisory_xact_lock($1)", advisory_key(name, "schema"))
-            if not await connection.fetchval(_EXISTS, name):
-                if await connection.fetchval("SELECT getdatabaseencoding()") != "UTF8":
-                    raise InvalidConfig("the database does not store strings as UTF-8; create it with ENCODING 'UTF8'")
-                await connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{name}"')
-                await connection.execute(_TABLES)
-                await connection.execute("INSERT INTO store (version) VALUES ($1)", VERSION)
+        await connection.execute("SELECT pg_advisory_xact_lock($1)", advisory_key(name, "schema"))
+        if not await connection.fetchval(_EXISTS, name):
+            if await connection.fetchval("SELECT getdatabaseencoding()") != "UTF8":
+                raise InvalidConfig("the database does not store strings as UTF-8; create it with ENCODING 'UTF8'")
+            await connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{name}"')
+            await connection.execute(_TABLES)
+            await connection.execute("INSERT INTO store (version) VALUES ($1)", VERSION)
     version = await connection.fetchval("SELECT version FROM store")
     if version != VERSION:
         advice = (

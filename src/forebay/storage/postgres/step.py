@@ -1,26 +1,108 @@
 """One transaction in progress: an operation notes what it changes, and `Step.write` writes all of it in one statement.
 
 The operation locks rows, decides in Python by the rules that all storages share, and notes records that are stored or
-removed, ends, counts and the answer of its call. Counts are written to the shard of the connection, so that two
-puts wait for each other only if they share a shard.
+removed, ends, counts and the answer of its call. The counts of a task are columns of the table `counters` and change in
+the transaction that changes the rows, so any one statement that reads them sees a closed ledger (G1). They are written
+to the shard of the connection, so that two puts wait for each other only if they share a shard.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from forebay.codec.records import encode_end
-from forebay.core.ledger import MAX_REASONS, OTHER_REASONS, End, GroupEnd, Place, Record, group_end
+from forebay.core.capacity import Settings
+from forebay.core.ledger import MAX_REASONS, OTHER_REASONS, Account, End, GroupEnd, Place, Record, group_end
 from forebay.core.rollout import Status
-from forebay.storage.idempotency import CALL, Call, Handed, Kept, encode_kept
+from forebay.storage.idempotency import CALL, Call, Handed, Kept
 from forebay.storage.postgres.columns import COLUMNS, RECORD, read_record, record_values, to_text
-from forebay.storage.postgres.counters import COUNTERS, Counters
-from forebay.storage.postgres.schema import SHARDS
 from forebay.storage.rules import archived_record
 
-__all__ = ["NEW", "NOW", "Step"]
+__all__ = ["BUFFERED", "COUNTERS", "NEW", "NOW", "Counters", "Step"]
+
+BUFFERED = {status: f"buffered_{status}" for status in Status}
+"""The columns that count buffered groups."""
+
+COUNTERS = (
+    "issued",
+    "issued_tokens",
+    "reset_tokens",
+    "in_flight",
+    "leased",
+    *BUFFERED.values(),
+    "in_flight_tokens",
+    "buffered_tokens",
+    "leased_tokens",
+    "bytes",
+    "reserved",
+    *(str(end) for end in End),
+    *(f"{end}_tokens" for end in End),
+)
+"""The counters of a task. `bytes` and `reserved` are those of the groups in flight, buffered and leased."""
+
+
+class Counters:
+    """The changes of one transaction. `buffered`: by how many groups the buffer grew."""
+
+    def __init__(self) -> None:
+        self._changes: dict[str, Counter[str]] = {}
+        self._ends: dict[str, Account] = {}
+        self.sizes: Counter[tuple[str, int]] = Counter()  # responses that came back, by task and rounded size
+        self.buffered = 0
+
+    def add(self, task_name: str, column: str, n: int) -> None:
+        """Add to one counter."""
+        self._changes.setdefault(task_name, Counter())[column] += n
+
+    def enter(self, record: Record, sign: int = 1) -> None:
+        """Count a row at its place (sign -1: no longer). Archived groups are outside every count but their end."""
+        task_name, place = record.task_name, record.place
+        if place is Place.ARCHIVED:
+            return
+        if place is Place.BUFFERED:
+            self.buffered += sign
+        changes = self._changes.setdefault(task_name, Counter())
+        changes[BUFFERED[record.status] if place is Place.BUFFERED else str(place)] += sign
+        changes[f"{place}_tokens"] += sign * record.tokens
+        changes["bytes"] += sign * record.bytes
+        changes["reserved"] += sign * record.reserve
+
+    def end(self, task_name: str, end: End, tokens: int, reason: str | None, groups: int = 1) -> None:
+        """Book groups out, by the rules of `Account.end`."""
+        self._ends.setdefault(task_name, Account()).end(end, tokens, reason, groups=groups)
+
+    def restore(self, task_name: str, account: Account) -> None:
+        """Add everything that an account has counted."""
+        for column in ("issued", "issued_tokens", "reset_tokens"):
+            self.add(task_name, column, getattr(account, column))
+        self._ends[task_name] = account
+        for size, groups in account.sizes.items():
+            self.sizes[task_name, size] += groups
+
+    def changes(self) -> dict[str, list[int]]:
+        """The changes of each task in the order of COUNTERS; tasks in one order, so that no two writers deadlock."""
+        changes: dict[str, list[int]] = {}
+        for task_name in sorted(self._changes.keys() | self._ends.keys()):
+            counted = Counter(self._changes.get(task_name, {}))
+            ends = self._ends.get(task_name) or Account()
+            for end, groups in ends.ended.items():
+                counted[str(end)] += groups
+                counted[f"{end}_tokens"] += ends.ended_tokens.get(end, 0)
+            changes[task_name] = [counted[column] for column in COUNTERS]
+        return changes
+
+    def reasons(self) -> list[tuple[str, str, int]]:
+        """Task, reason and groups of what ended, in order."""
+        return [
+            (task_name, reason, groups)
+            for task_name, ends in sorted(self._ends.items())
+            for reason, groups in sorted(ends.reasons.items())
+        ]
+
 
 NEW = 0
 """In a record that is stored: the server fills in the next uid or timestamp_id, or its time."""
@@ -52,7 +134,7 @@ _NOTE_ENDS = """
 INSERT INTO ends (task_name, group_id, delivery, data)
 SELECT * FROM unnest({}, {}, {}, {}) WHERE (SELECT notes_ends FROM store)"""
 
-_SHARD = f"pg_backend_pid() % {SHARDS}"
+_SHARD = "pg_backend_pid() % 16"
 _COUNT = f"""
 INSERT INTO counters AS c (task_name, shard, {", ".join(COUNTERS)})
 SELECT task_name, {_SHARD}, {", ".join(COUNTERS)} FROM unnest({{}}) u
@@ -73,8 +155,9 @@ ON CONFLICT (task_name, reason, shard) DO UPDATE SET groups = r.groups + exclude
 class Step:
     """One transaction in progress."""
 
-    def __init__(self, connection: Any) -> None:
+    def __init__(self, connection: Any, settings: Settings) -> None:
         self.connection = connection
+        self.settings = settings
         self.counters = Counters()
         self.tasks: set[str] = set()
         """Tasks whose waiters are woken after the commit."""
@@ -104,7 +187,7 @@ class Step:
     def store(self, before: Record | None, after: Record, frame: bytes | None = None) -> None:
         """Store a record, in place of `before` if it has a row. Without a frame the payload stays."""
         if before is not None:
-            self.counters.leave(before)
+            self.counters.enter(before, -1)
         self.counters.enter(after)
         identity = (after.task_name, after.group_id)
         if frame is None and identity in self._stored:
@@ -115,7 +198,7 @@ class Step:
     def end(self, record: Record, end: End, reason: str | None, *, before: Record | None = None) -> None:
         """Book a group out, and remove its row. `before`: the row, if it changed when it ended."""
         self.book_out(record, end, reason)
-        self.counters.leave(before or record)
+        self.counters.enter(before or record, -1)
         self.remove(record)
 
     def archive(self, record: Record) -> None:
@@ -197,7 +280,7 @@ class Step:
         (call, kept), self._answer = self._answer, None
         # It copies payloads that this statement removes.
         ended = [record.uid for record in kept.ended()] if isinstance(kept, Handed) else []
-        client, data = to_text(call.client), encode_kept(kept)
+        client, data = to_text(call.client), msgspec.msgpack.encode(kept)
         statement.add(
             "seen",
             "DELETE FROM calls WHERE client = {} AND sequence <= {}",

@@ -1,8 +1,10 @@
 """PostgresStorage: the contract of `storage.base`, one transaction for each operation.
 
-It keeps no rows: all of them are in the database, and `len` is as of the last read. It connects when it is first used
-and disconnects when its last owner closes; it may then be used again, also on another event loop. If the server is
-away, operations raise StorageUnavailable; when it is back, the storage continues.
+An operation is a function of the same name: in `moves` if it changes something, in `reads` if not. Defined here are the
+operations that need more than one step, or state of this process. The storage keeps no rows: all of them are in the
+database, and `len` is as of the last read. It connects when it is first used and disconnects when its last owner
+closes; it may then be used again, also on another event loop. If the server is away, operations raise
+StorageUnavailable; when it is back, the storage continues.
 """
 
 from __future__ import annotations
@@ -16,9 +18,8 @@ from typing import Any, ClassVar, TypeVar
 
 import asyncpg
 
-from forebay.codec.frame import encode_group
 from forebay.core.capacity import Settings
-from forebay.core.ledger import Account, Clock, Event, GroupEnd, Record, Row
+from forebay.core.ledger import Account, Clock, GroupEnd, Record, Row
 from forebay.core.query import Node
 from forebay.core.rollout import Status
 from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, LostLease, NoRoom
@@ -28,21 +29,20 @@ from forebay.storage.base import (
     Claimed,
     Content,
     Listener,
+    Operation,
     Reaped,
-    Revision,
     Rows,
     Snapshot,
     Storage,
     Summary,
 )
-from forebay.storage.idempotency import CALL, Answered, Applied, Call, CallMemory, Counted, Done
-from forebay.storage.payloads import Reading, Slices
-from forebay.storage.postgres import accounts, answers, claims, ends, owners, puts, reads, streams
-from forebay.storage.postgres.connections import Connections
+from forebay.storage.idempotency import CALL, Answered, Call, CallMemory, Returned
+from forebay.storage.payloads import fail_damaged, read_rows
+from forebay.storage.postgres import accounts, claims, moves, owners, puts, reads
+from forebay.storage.postgres.connections import READ, Connections, Work, transaction
 from forebay.storage.postgres.notify import EVERYTHING, Notifier
 from forebay.storage.postgres.schema import advisory_key, ensure_schema
 from forebay.storage.postgres.step import Step
-from forebay.storage.postgres.transactions import READ, transaction
 from forebay.storage.urls import checked_name
 
 __all__ = ["PostgresStorage"]
@@ -76,7 +76,6 @@ class PostgresStorage(Storage, CallMemory):
         self._connections = Connections(
             dsn, name, max_connections=max_connections, timeout_s=connect_timeout_s, committed=self._committed
         )
-        self._settings = Settings()
         self._leases: dict[str, float | None] = {}  # lease_s of the owners that are open here
         self._closed: set[str] = set()  # owners
         self._listeners: list[Listener] = []
@@ -84,7 +83,7 @@ class PostgresStorage(Storage, CallMemory):
         self._hand_ids = puts.HandIds()
         self._store_id: str | None = None
         self._uses = 0
-        self._streams: set[streams.Stream] = set()
+        self._streams: set[reads.Stream] = set()
         self._buffered = 0
         self._tasks: set[str] = set()  # all that were ever named here
 
@@ -101,7 +100,7 @@ class PostgresStorage(Storage, CallMemory):
     async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
         async with self._used():
             await self._connections.step(lambda step: owners.register(step, self.name, owner, settings, lease_s))
-            self._settings = settings
+            self._connections.settings = settings
             self._leases[owner] = lease_s
             self._closed.discard(owner)
             await self.summary(())
@@ -123,7 +122,7 @@ class PostgresStorage(Storage, CallMemory):
             self._closed.add(owner)
             await self._connections.step(lambda step: owners.leave(step, owner))
             if not self._leases:
-                for stream in list(self._streams):  # that nobody read to the end
+                for stream in list(self._streams):  # those that were not read to the end
                     stream.end()
 
     def _check_owner(self, owner: str) -> None:
@@ -152,8 +151,7 @@ class PostgresStorage(Storage, CallMemory):
         self._uses += 1
         try:
             if self._store_id is None:
-                async with self._connections.lend() as connection:
-                    self._store_id = await ensure_schema(connection, self.name)
+                self._store_id = await self._connections.step(lambda step: ensure_schema(step.connection, self.name))
             yield
         finally:
             self._uses -= 1
@@ -167,9 +165,23 @@ class PostgresStorage(Storage, CallMemory):
             if not self._uses:
                 await self._connections.close()
 
+    async def _perform(self, operation: Operation, /, *args: Any, **kwargs: Any) -> Any:
+        if operation.changes:
+            work = getattr(moves, operation.name)
+            return await self._step(
+                lambda step: work(step, *args, **kwargs), operation.name if operation.once else None
+            )
+        look = getattr(reads, operation.name)
+        return await self._read(lambda connection: look(connection, *args, **kwargs))
+
     async def _read(self, look: Callable[[Any], Awaitable[T]]) -> T:
         async with self._used(), self._connections.lend() as connection:
             return await look(connection)
+
+    async def _step(self, work: Work[T], remembered: str | None = None, **options: Any) -> T:
+        """Run one step, once. `remembered`: the operation whose answer is remembered."""
+        async with self._used():
+            return await self._once(lambda: self._connections.step(_answering(work, remembered), **options))
 
     # --- wake-ups -----------------------------------------------------------------------------------
 
@@ -226,13 +238,13 @@ class PostgresStorage(Storage, CallMemory):
     async def answer(self, client: str, sequence: int) -> Answered | None:
         async with self._used():
             # A step: commits that are in doubt are resolved first, and their claims undone.
-            found = await self._connections.step(lambda step: answers.look(step, client, sequence))
+            found = await self._connections.step(lambda step: claims.answer(step, client, sequence))
         if isinstance(found, Exception):
             raise found
         return found
 
     async def forget(self, client: str) -> None:
-        await self._read(lambda connection: answers.forget(connection, client))
+        await self._read(lambda connection: claims.forget(connection, client))
 
     # --- arriving -----------------------------------------------------------------------------------
 
@@ -240,23 +252,18 @@ class PostgresStorage(Storage, CallMemory):
         self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
     ) -> list[Record]:
         self._check_owner(owner)
-        work = partial(
-            puts.issue,
-            task_name=task_name,
-            contents=contents,
-            frames=puts.Frames(contents),
-            owner=owner,
-            cursor=cursor,
-            source_state=source_state,
-            settings=self._settings,
+        frames = puts.Frames(contents)
+        records = await self._step(
+            lambda step: puts.issue(
+                step, task_name, contents, frames, owner=owner, cursor=cursor, source_state=source_state
+            ),
+            "issue",
+            lock=self._room if puts.is_bounded(self._connections.settings) else None,
         )
-        lock = self._room if puts.is_bounded(self._settings) else None
-        async with self._used():
-            records = await self._once(lambda: self._connections.step(work, lock=lock))
-            if owner in self._closed:  # closed meanwhile
-                await self.release(owner)
-                self._check_owner(owner)
-            return records
+        if owner in self._closed:  # closed meanwhile
+            await self.release(owner)
+            self._check_owner(owner)
+        return records
 
     @property
     def _room(self) -> int:
@@ -271,13 +278,13 @@ class PostgresStorage(Storage, CallMemory):
             return await self._once(lambda: self._put(arrivals, frames, owner))
 
     async def _put(self, arrivals: Sequence[Arrival], frames: puts.Frames, owner: str) -> list[Record]:
-        settings = self._settings
+        settings = self._connections.settings
         by_hand = [arrival.task_name for arrival in arrivals if arrival.group_id is None]
         named = {arrival.group_id for arrival in arrivals if arrival.group_id is not None}
         hand_ids = iter(await self._hand_ids.take(self._connections, by_hand, named) if by_hand else ())
         group_ids = [next(hand_ids) if a.group_id is None else a.group_id for a in arrivals]
         return await self._connections.step(
-            lambda step: puts.put(step, arrivals, group_ids, frames, owner=owner, settings=settings),
+            _answering(lambda step: puts.put(step, arrivals, group_ids, frames, owner=owner), "put"),
             single=puts.is_single(arrivals, frames, settings),
             lock=self._room if puts.may_need_room(arrivals, settings) else None,
         )
@@ -300,10 +307,10 @@ class PostgresStorage(Storage, CallMemory):
             # If the answer was dropped, the client has seen it: it repeated the call elsewhere, and holds the groups.
             if claimed is None or not claimed.rows:
                 return
-            if call is None or await answers.retract(step.connection, call.client, call.sequence):
+            if call is None or await claims.retract(step.connection, call.client, call.sequence):
                 await claims.undo(step, claimed.rows)
 
-        settings, waiting = self._settings, False
+        settings, waiting = self._connections.settings, False
         # Claims by a user's policy look at the same groups: they run one after the other.
         lock = None if settings.choose is None else advisory_key(self.name, "choose")
         while True:
@@ -312,11 +319,11 @@ class PostgresStorage(Storage, CallMemory):
                 outlook = await claims.look(connection, claim)
             if not outlook.prepares and not outlook.is_worthwhile:
                 return outlook.nothing()
-            work = partial(claims.claim, claim=claim, outlook=outlook, settings=settings, waiting=waiting)
+            work = partial(claims.claim, claim=claim, outlook=outlook, waiting=waiting)
             try:
                 claimed = await self._connections.step(work, undo, lock=lock)
             except claims.Damaged as found:
-                await self._fail_damaged(found.errors)
+                await fail_damaged(self, self.name, found.errors)
                 continue
             if claimed is None:
                 waiting = True
@@ -332,25 +339,11 @@ class PostgresStorage(Storage, CallMemory):
         async def work(step: Step) -> None:
             await claims.undo(step, rows)
             if call is not None:
-                await answers.retract(step.connection, call.client, call.sequence)
+                await claims.retract(step.connection, call.client, call.sequence)
 
         await self._step(work)
 
     # --- groups that were claimed, or are buffered --------------------------------------------------
-
-    async def _step(self, work: Callable[[Step], Awaitable[T]]) -> T:
-        async with self._used():
-            return await self._once(lambda: self._connections.step(work))
-
-    async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None = None) -> None:
-        async def work(step: Step) -> None:
-            step.answer(Done())
-            await ends.settle(step, lease_id, uids, event, reason, self._settings)
-
-        await self._step(work)
-
-    async def release(self, owner: str) -> dict[str, int]:
-        return await self._step(lambda step: ends.release(step, [owner]))
 
     async def advance(self, clocks: Mapping[str, Clock]) -> None:
         async with self._used():
@@ -362,20 +355,6 @@ class PostgresStorage(Storage, CallMemory):
     async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
         return await self._load(lambda connection: reads.due(connection, task_name, statuses, limit))
 
-    async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
-        frames: list[bytes | None] = []
-        slices = Slices()
-        for revision in revisions:
-            frames.append(None if revision.content is None else encode_group(revision.content.group))
-            await slices.add(len(frames[-1] or b""))
-
-        async def work(step: Step) -> list[bool]:
-            applied = await ends.revise(step, revisions, frames)
-            step.answer(Applied(applied))
-            return applied
-
-        return await self._step(work)
-
     async def discard(self, node: Node, reason: str) -> dict[str, int]:
         async with self._used():
             return await self._once(lambda: self._discard(node, reason))
@@ -383,55 +362,30 @@ class PostgresStorage(Storage, CallMemory):
     async def _discard(self, node: Node, reason: str) -> dict[str, int]:
         discarded: Counter[str] = Counter()
         async with self._connections.lend() as connection:
-            uids = await ends.matching(connection, node)
+            uids = await moves.matching(connection, node)
 
         async def work(step: Step, start: int) -> dict[str, int]:
-            found = await ends.discard(step, uids[start : start + _DISCARD_GROUPS], node, reason)
+            found = await moves.discard_some(step, uids[start : start + _DISCARD_GROUPS], node, reason)
             if start + _DISCARD_GROUPS >= len(uids):
-                step.answer(Counted(dict(discarded + Counter(found))))
+                step.answer(Returned("discard", dict(discarded + Counter(found))))
             return found
 
         for start in range(0, len(uids), _DISCARD_GROUPS):
             discarded.update(await self._connections.step(partial(work, start=start)))
         return dict(discarded)
 
-    async def fail(self, reasons: Mapping[int, str]) -> dict[str, int]:
-        return await self._step(lambda step: ends.fail(step, reasons))
-
-    async def set_priority(self, priorities: Mapping[int, float]) -> int:
-        return await self._step(lambda step: ends.set_priority(step, priorities))
-
-    async def saved(self, model_step: int) -> None:
-        await self._step(lambda step: ends.saved(step, model_step, self._settings.keep_trained))
-
-    async def rewind(self, model_step: int) -> dict[str, int]:
-        return await self._step(lambda step: ends.rewind(step, model_step))
-
-    # --- ends ---------------------------------------------------------------------------------------
-
-    async def note_ends(self) -> None:
-        sql = "UPDATE store SET notes_ends = true WHERE NOT notes_ends"
-        await self._read(lambda connection: connection.execute(sql))
+    # --- ends and reads -----------------------------------------------------------------------------
 
     async def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
         self._check_owner(owner)
         if not await self._read(lambda connection: connection.fetchval("SELECT EXISTS (SELECT FROM ends)")):
             return []
-        return await self._step(lambda step: ends.take_ends(step, owner, limit))
-
-    async def forget_ends(self, numbers: Sequence[int]) -> None:
-        sql = "DELETE FROM ends WHERE number = ANY($1)"
-        await self._read(lambda connection: connection.execute(sql, list(numbers)))
-
-    # --- reads --------------------------------------------------------------------------------------
+        return await self._step(lambda step: moves.ends(step, owner, limit))
 
     async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
         summary, self._buffered = await self._read(lambda connection: reads.summary(connection, tasks, holdings))
         self._tasks.update(tasks or (), summary.tasks)
         return summary
-
-    async def records(self, node: Node, limit: int | None) -> list[Record]:
-        return await self._read(lambda connection: reads.records(connection, node, limit))
 
     async def read(self, uid: int) -> Row | None:
         rows = await self._load(lambda connection: reads.read(connection, uid))
@@ -439,17 +393,11 @@ class PostgresStorage(Storage, CallMemory):
 
     async def _load(self, look: Callable[[Any], Awaitable[list[reads.Found]]]) -> list[Row]:
         """Rows with their payloads. Those that are damaged end as failed."""
-        reading = Reading()
-        for record, frame in await self._read(look):
-            await reading.add(record, frame)
-        if reading.damaged:
-            await self._fail_damaged(reading.damaged)
+        found = await self._read(look)
+        frames = {record.uid: frame for record, frame in found if frame is not None}
+        reading = await read_rows([record for record, _ in found], frames)
+        await fail_damaged(self, self.name, reading.damaged)
         return reading.rows
-
-    async def _fail_damaged(self, damaged: Mapping[int, str]) -> None:
-        for uid, error in damaged.items():
-            log.error("payload_damaged buffer=%s uid=%d %s", self.name, uid, error)
-        await self.fail(dict.fromkeys(damaged, "its payload was damaged on disk"))
 
     def __len__(self) -> int:
         return self._buffered
@@ -468,7 +416,7 @@ class PostgresStorage(Storage, CallMemory):
     async def snapshot(self) -> Snapshot:
         async with self._used():
             connection = await self._connections.take()
-            stream = streams.Stream(connection, self._streams.discard)
+            stream = reads.Stream(connection, self._streams.discard)
             self._streams.add(stream)
             try:
                 with self._connections.watched(connection):
@@ -480,9 +428,19 @@ class PostgresStorage(Storage, CallMemory):
     async def restore(
         self, accounts: Mapping[str, Account], next_uid: int, next_timestamp_id: int, rows: AsyncIterable[Row]
     ) -> None:
-        async def work(step: Step) -> None:
-            await streams.restore(step, accounts, next_uid, next_timestamp_id, rows)
+        # A stream can be read once: a restore that the server rolled back is not repeated.
+        await self._step(
+            lambda step: puts.restore(step, accounts, next_uid, next_timestamp_id, rows), "restore", once=True
+        )
 
-        async with self._used():
-            # A stream can be read once: a restore that the server rolled back is not repeated.
-            await self._once(lambda: self._connections.step(work, once=True))
+
+def _answering(work: Work[T], operation: str | None) -> Work[T]:
+    """A step that remembers what it returns as the answer of an operation, if that is given."""
+
+    async def run(step: Step) -> T:
+        result = await work(step)
+        if operation is not None:
+            step.answer(Returned(operation, result))
+        return result
+
+    return run

@@ -20,9 +20,10 @@ from forebay.codec.records import decode_account, encode_account
 from forebay.core.ledger import Account, End, Place, Record, open_ledger
 from forebay.core.report import Finding, Level, Progress, Steps, first_of, size_text
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput, StorageError, UnreadableData
+from forebay.storage.payloads import DAMAGED
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.lock import ProcessLock, check_file_system, file_system_of, holder_of
-from forebay.storage.sqlite.transaction import Transaction
+from forebay.storage.sqlite.writer import Transaction
 
 __all__ = [
     "connected",
@@ -34,7 +35,6 @@ __all__ = [
     "repair_store",
 ]
 
-_PAYLOAD_DAMAGED = "its payload was damaged on disk"
 _LEAST_SQLITE = (3, 38, 0)  # the view `samples` uses ->>
 _LARGE_WAL_BYTES = 64 * 2**20  # the store itself keeps it below this size
 _RESUME = "resume the last checkpoint into a new store"
@@ -294,11 +294,11 @@ class _Scan:
                 continue
             name = f"group {record.group_id} of task {record.task_name!r}"
             if record.place is Place.ARCHIVED:  # it already ended as trained
-                yield f"removed {name} from the archive of trained groups: {_PAYLOAD_DAMAGED}"
+                yield f"removed {name} from the archive of trained groups: {DAMAGED}"
             else:
-                account.end(End.FAILED, record.tokens, _PAYLOAD_DAMAGED)
+                account.end(End.FAILED, record.tokens, DAMAGED)
                 run("UPDATE accounts SET data = ? WHERE task_name = ?", (encode_account(account), record.task_name))
-                yield f"ended {name} as failed: {_PAYLOAD_DAMAGED}"
+                yield f"ended {name} as failed: {DAMAGED}"
             run("DELETE FROM group_rows WHERE uid = ?", (uid,))
             run("DELETE FROM payloads WHERE uid = ?", (uid,))
         if self._orphans and not (self._open or self._bad_accounts):

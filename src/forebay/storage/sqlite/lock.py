@@ -1,4 +1,4 @@
-"""Where a SQLite store may be, and who may write to it.
+"""Where a SQLite store may be, and which process may write to it.
 
 One process writes; a lock file beside the database says which. A network file system is refused: SQLite's WAL needs
 shared memory that only one host has. Both are checked before the database is opened. While it is open, its files must
@@ -19,25 +19,8 @@ from forebay.errors import InvalidConfig, StorageInUse, StorageVanished
 
 __all__ = ["OpenFiles", "ProcessLock", "check_file_system", "file_system_of", "holder_of"]
 
-_NETWORK = (
-    "nfs",
-    "cifs",
-    "smb",
-    "9p",
-    "ceph",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "glusterfs",
-    "afs",
-    "ncp",
-    "sshfs",
-    "s3fs",
-    "gcsfuse",
-    "goofys",
-    "rclone",
-    "juicefs",
-    "mfs",
+_NETWORK = re.compile(
+    "(fuse[.])?(nfs|cifs|smb|9p|ceph|lustre|gpfs|beegfs|glusterfs|afs|ncp|sshfs|s3fs|gcsfuse|goofys|rclone|juicefs|mfs)"
 )
 
 
@@ -60,7 +43,7 @@ def file_system_of(path: Path) -> str | None:
 
 def check_file_system(path: Path) -> None:
     kind = file_system_of(path)
-    if kind is not None and kind.removeprefix("fuse.").startswith(_NETWORK):
+    if kind is not None and _NETWORK.match(kind):
         raise InvalidConfig(
             f"{path} is on a network file system ({kind}), where SQLite's write-ahead log can corrupt the store; use a "
             "local disk"
@@ -68,7 +51,7 @@ def check_file_system(path: Path) -> None:
 
 
 def holder_of(path: Path) -> str | None:
-    """Who has the store open for writing, as its lock file says; None if nobody has."""
+    """The process that has the store open for writing, as its lock file says; None if there is none."""
     try:
         descriptor = os.open(path.with_name(path.name + ".lock"), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -16,8 +16,9 @@ import os
 import sqlite3
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -36,23 +37,19 @@ from forebay.storage.idempotency import (
     Answered,
     Call,
     CallMemory,
-    Done,
     Handed,
     Kept,
+    Returned,
     claimed_rows,
     decode_kept,
     is_held,
     taken_for_good,
-    value_of,
 )
 from forebay.storage.local.storage import LocalStorage
-from forebay.storage.payloads import Reading, Slices
-from forebay.storage.rules import StreamCheck
+from forebay.storage.payloads import encoded, fail_damaged, read_rows
 from forebay.storage.sqlite import schema
-from forebay.storage.sqlite.journal import JournaledEngine, JournalTable, Payload
 from forebay.storage.sqlite.lock import OpenFiles, ProcessLock, check_file_system
-from forebay.storage.sqlite.transaction import Transaction
-from forebay.storage.sqlite.writer import Writer
+from forebay.storage.sqlite.writer import ON_DISK, JournaledEngine, JournalTable, Payload, Transaction, Writer
 
 __all__ = ["SQLiteStorage"]
 
@@ -62,7 +59,6 @@ T = TypeVar("T")
 Work = Callable[[Transaction], T]
 
 _STREAM_GROUPS = 64
-_NO_TIMES: Mapping[int, float] = {}
 
 
 class _State(msgspec.Struct):
@@ -115,12 +111,6 @@ class SQLiteStorage(LocalStorage, CallMemory):
         """Given when the store was made; known once it is open."""
         return self._store_id
 
-    def _check(self) -> None:
-        """Assert that indexes, counts and rows agree."""
-        table = self._engine.table
-        assert isinstance(table, JournalTable)
-        table._check()
-
     # --- opening and closing ------------------------------------------------------------------------
 
     async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
@@ -138,7 +128,8 @@ class SQLiteStorage(LocalStorage, CallMemory):
             self._writer = Writer(self._connect, self._check_in_place)
             await asyncio.wrap_future(self._writer.opened())
             self._engine.settings = settings
-            await self._load()
+            self._adopt(await self._do(self._read_all, always=True))
+            await self._release_previous()
         except BaseException:
             await self._stop()
             raise
@@ -149,10 +140,10 @@ class SQLiteStorage(LocalStorage, CallMemory):
                 try:
                     await super().close(owner)
                 except StorageError:  # its groups cannot be given back, but the store can be closed
-                    self._engine.open.discard(owner)
+                    self._engine.owners.open.discard(owner)
                     raise
                 finally:
-                    if not self._engine.open:
+                    if not self._engine.owners.open:
                         await self._stop()
 
     async def _stop(self) -> None:
@@ -164,30 +155,7 @@ class SQLiteStorage(LocalStorage, CallMemory):
             self._lock = None
 
     def _connect(self) -> sqlite3.Connection:
-        try:
-            connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, cached_statements=64)
-        except sqlite3.Error as error:
-            raise StorageError(f"{self.path} cannot be opened: {error}") from error
-        try:
-            connection.execute("PRAGMA page_size = 16384")  # of a new store; payloads are large
-            (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
-            if mode != "wal":
-                raise InvalidConfig(f"{self.path}: this file system does not allow SQLite's write-ahead log ({mode})")
-            connection.execute(f"PRAGMA synchronous = {self._synchronous}")
-            connection.execute("PRAGMA journal_size_limit = 67108864")
-            connection.execute("PRAGMA wal_autocheckpoint = 4096")  # 64 MB; the writer checkpoints earlier by itself
-            connection.execute("PRAGMA cache_size = -65536")  # a batch of payloads must not spill
-            connection.execute("PRAGMA temp_store = MEMORY")
-            schema.create(connection)
-        except sqlite3.OperationalError as error:
-            connection.close()
-            raise StorageError(f"{self.path} cannot be opened: {error}") from error
-        except sqlite3.DatabaseError as error:
-            connection.close()
-            raise DamagedData(f"{self.path} is not a SQLite database that can be read: {error}") from error
-        except BaseException:
-            connection.close()
-            raise
+        connection = schema.connect(self.path, self._synchronous)
         self._files = OpenFiles(self.path)
         return connection
 
@@ -195,16 +163,13 @@ class SQLiteStorage(LocalStorage, CallMemory):
         if self._files is not None:
             self._files.check_in_place()
 
-    async def _load(self) -> None:
-        """Read everything but payloads; groups of owners that are gone come back, at once or at their deadline."""
-        engine = self._engine
-        self._adopt(await self._do(self._read_all, always=True))
-        for owner in list(engine.table.owners()):
+    async def _release_previous(self) -> None:
+        """Groups of the owners in the previous process come back, at once or at their deadline."""
+        for owner in list(self._engine.table.owners()):
             if self.holders_outlive_s is None:
-                engine.release(owner)
+                self._engine.release(owner)
             else:
-                deadline = engine.deadline_clock() + self.holders_outlive_s
-                engine.deadlines[owner] = (self.holders_outlive_s, deadline)
+                self._engine.owners.expect(owner, self.holders_outlive_s)
         await self._finish()
 
     def _read_all(self, transaction: Transaction) -> _State:
@@ -216,9 +181,9 @@ class SQLiteStorage(LocalStorage, CallMemory):
         accounts = dict(transaction.execute("SELECT task_name, data FROM accounts"))
         # The table is built here, in the writer's thread, and leaves the event loop free.
         records = transaction.records()
-        table = JournalTable(self._engine.settings.order, self._engine.journal)
+        table = JournalTable(self._engine.settings.order)
         for record in records:
-            table.load(record)
+            table.add(Row(record, ON_DISK))
         archived = [record for record in records if record.place is Place.ARCHIVED]
         archived.sort(key=lambda record: (record.moved_at, record.uid))
         ends = dict(transaction.execute("SELECT number, data FROM ends ORDER BY number"))
@@ -231,9 +196,10 @@ class SQLiteStorage(LocalStorage, CallMemory):
         self._store_id = str(meta["store_id"])
         engine.next_uid = int(meta.get("next_uid") or 1)
         engine.next_timestamp_id = int(meta.get("next_timestamp_id") or 1)
-        engine.saved_step = meta.get("saved_step")
+        engine.archive.saved_step = meta.get("saved_step")
         engine.accounts = {task_name: decode_account(data) for task_name, data in state.accounts.items()}
-        engine.table, engine.archived = state.table, state.archived
+        engine.table, engine.archive.uids = state.table, state.archived
+        state.table.journal = engine.journal
         outbox = engine.outbox
         outbox.noting = bool(meta.get("notes_ends"))
         outbox.ends = {number: decode_end(data) for number, data in state.ends.items()}
@@ -290,7 +256,7 @@ class SQLiteStorage(LocalStorage, CallMemory):
         return {
             "next_uid": engine.next_uid,
             "next_timestamp_id": engine.next_timestamp_id,
-            "saved_step": engine.saved_step,
+            "saved_step": engine.archive.saved_step,
             "notes_ends": int(engine.outbox.noting),
         }
 
@@ -309,139 +275,108 @@ class SQLiteStorage(LocalStorage, CallMemory):
         self._written_meta = meta
         return lambda transaction: transaction.write(journal, accounts, changed_meta)
 
-    async def _finish(self, answer: Kept | None = None) -> None:
-        call = CALL.get()
-        remember = None
-        if call is not None and answer is not None:
-            remember = _remembering(call, answer)
-        await self._commit(remember)
+    def _write(self, *works: Work[Any], size: int = 0) -> Future[list[Any]] | None:
+        """Submit work and what changed in memory as one transaction; None if there is nothing to do."""
+        size, changes = size + self._engine.journal.bytes, self._take_changes()
+        every = works if changes is None else (*works, changes)
+        return self._submit(lambda transaction: [work(transaction) for work in every], size=size) if every else None
 
-    async def _commit(self, more: Work[None] | None) -> None:
-        """Write what changed, and something more in the same transaction; then call the listeners."""
-        tasks, size = self._engine.changed(), self._engine.journal.bytes
-        write = _in_turn(self._take_changes(), more)
-        cancelled = None
-        if write is not None:
-            _, cancelled = await self._outcome(self._submit(write, size=size))
+    async def _finish(self, answer: Kept | None = None) -> None:
+        await self._commit(*_remembering(answer))
+
+    async def _commit(self, *works: Work[None]) -> None:
+        """Do work and write what changed, in one transaction; then call the listeners."""
+        tasks = self._engine.changed()
+        submitted = self._write(*works)
+        cancelled = None if submitted is None else (await self._outcome(submitted))[1]
         self._notify(tasks)
         if cancelled is not None:
             raise cancelled
 
     # --- payloads -----------------------------------------------------------------------------------
 
-    async def _encoded(self, contents: Sequence[Content]) -> list[Content]:
+    async def _framed(self, contents: Sequence[Content]) -> list[Content]:
         """Contents with their frames, made before anything changes: what cannot be stored is refused here."""
-        encoded = []
-        slices = Slices()
-        for content in contents:
-            frame = encode_group(content.group)
-            encoded.append(replace(content, frame=frame))
-            await slices.add(len(frame))
-        return encoded
+        frames = await encoded(content.group for content in contents)
+        return [replace(content, frame=frame) for content, frame in zip(contents, frames, strict=True)]
 
     async def issue(
         self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
     ) -> list[Record]:
-        encoded = await self._encoded(contents)
-        records = await super().issue(task_name, encoded, owner=owner, cursor=cursor, source_state=source_state)
+        framed = await self._framed(contents)
+        records = await super().issue(task_name, framed, owner=owner, cursor=cursor, source_state=source_state)
         for content, record in zip(contents, records, strict=False):
             identify(content.group, task_name, record.group_id)
         return records
 
     async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
-        encoded = await self._encoded([arrival.content for arrival in arrivals])
-        return await super().put(
-            [replace(arrival, content=content) for arrival, content in zip(arrivals, encoded, strict=True)], owner=owner
-        )
+        contents = await self._framed([arrival.content for arrival in arrivals])
+        framed = [replace(arrival, content=content) for arrival, content in zip(arrivals, contents, strict=True)]
+        return await super().put(framed, owner=owner)
 
     async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
-        contents = iter(await self._encoded([r.content for r in revisions if r.content is not None]))
-        encoded = [r if r.content is None else replace(r, content=next(contents)) for r in revisions]
-        return await super().revise(encoded)
+        contents = iter(await self._framed([r.content for r in revisions if r.content is not None]))
+        framed = [r if r.content is None else replace(r, content=next(contents)) for r in revisions]
+        return await super().revise(framed)
 
     async def _loaded(self, rows: list[Row]) -> list[Row]:
-        frames = await self._do(lambda transaction: transaction.frames([row.record.uid for row in rows]))
-        reading = await self._decoded(rows, frames)
-        if reading.damaged:
-            await self._fail_damaged(reading.damaged)
+        records = [row.record for row in rows]
+        frames = await self._do(lambda transaction: transaction.frames([record.uid for record in records]))
+        reading = await read_rows(records, frames)
+        await fail_damaged(self, self.path, reading.damaged)
         return reading.rows
-
-    async def _decoded(self, rows: Sequence[Row], frames: Mapping[int, bytes]) -> Reading:
-        reading = Reading()
-        for row in rows:
-            await reading.add(row.record, frames.get(row.record.uid))
-        return reading
-
-    async def _fail_damaged(self, damaged: Mapping[int, str]) -> None:
-        """Groups whose payload cannot be read end as failed."""
-        for uid, error in damaged.items():
-            log.error("payload_damaged path=%s uid=%d %s", self.path, uid, error)
-        await self.fail(dict.fromkeys(damaged, "its payload was damaged on disk"))
 
     # --- claims -------------------------------------------------------------------------------------
 
     async def claim(self, claim: Claim) -> Claimed:
         while True:
-            chosen = self._engine.choose(claim)
-            moved_at = {row.record.uid: row.record.moved_at for _, _, rows in chosen or () for row in rows}
-            claimed = self._engine.take(claim, chosen)
-            rows = claimed.rows
-            if not moved_at or rows is None:
+            claimed = self._engine.claim(claim)
+            if not any((claimed.rows or {}).values()):
                 await self._finish()
                 return claimed
-            loaded = await self._claimed(claim, rows, moved_at)
+            assert claimed.rows is not None
+            loaded = await self._claimed(claim, claimed.rows)
             if loaded is not None:
                 return replace(claimed, rows=loaded)
 
-    async def _claimed(self, claim: Claim, rows: Rows, moved_at: Mapping[int, float]) -> Rows | None:
+    async def _claimed(self, claim: Claim, rows: Rows) -> Rows | None:
         """Write a claim and read its payloads, in one transaction; None if some are damaged: then claim again."""
-        call = CALL.get()
-        tasks = self._engine.changed()
-        records = {task_name: [row.record for row in found] for task_name, found in rows.items()}
-        remember = None if call is None else _remembering(call, Handed.of(claim, records))
-        write = _in_turn(remember, self._take_changes())
-
-        def work(transaction: Transaction) -> dict[int, bytes]:
-            frames = transaction.frames(list(moved_at))
-            if write is not None:
-                write(transaction)
-            return frames
-
-        frames, cancelled = await self._outcome(self._submit(work, size=4_096 * len(moved_at)))
+        call, tasks = CALL.get(), self._engine.changed()
+        handed = Handed.of(claim, {task_name: [row.record for row in found] for task_name, found in rows.items()})
+        claimed = [row.record for found in rows.values() for row in found]
+        uids = [record.uid for record in claimed]
+        submitted = self._write(lambda t: t.frames(uids), *_remembering(handed), size=4_096 * len(uids))
+        assert submitted is not None
+        (frames, *_), cancelled = await self._outcome(submitted)
         try:
             if cancelled is not None:
                 raise cancelled
-            reading = await self._decoded([row for found in rows.values() for row in found], frames)
+            reading = await read_rows(claimed, frames)
         except BaseException:  # cancelled; or intact, but not readable here
-            await self._put_back(rows, frames, call, moved_at)
+            await self._put_back(claim, rows, frames, call)
             raise
         if reading.damaged:
-            await self._put_back(rows, frames, call, moved_at)
-            await self._fail_damaged(reading.damaged)
+            await self._put_back(claim, rows, frames, call)
+            await fail_damaged(self, self.path, reading.damaged)
             return None
         self._notify(tasks)
-        by_uid = {row.record.uid: row for row in reading.rows}
-        return {name: [by_uid[row.record.uid] for row in found] for name, found in rows.items()}
+        return claimed_rows(handed, reading.rows)
 
     async def undo(self, claim: Claim, rows: Rows) -> None:
-        frames: dict[int, bytes] = {}
-        slices = Slices()
-        for row in [row for found in rows.values() for row in found if taken_for_good(row.record)]:
-            frames[row.record.uid] = encode_group(row.group)
-            await slices.add(len(frames[row.record.uid]))
-        await self._put_back(rows, frames, CALL.get())
+        ended = [row for found in rows.values() for row in found if taken_for_good(row.record)]
+        frames = await encoded(row.group for row in ended)
+        by_uid = {row.record.uid: frame for row, frame in zip(ended, frames, strict=True)}
+        await self._put_back(claim, rows, by_uid, CALL.get())
 
-    async def _put_back(
-        self, rows: Rows, frames: Mapping[int, bytes], call: Call | None, moved_at: Mapping[int, float] = _NO_TIMES
-    ) -> None:
+    async def _put_back(self, claim: Claim, rows: Rows, frames: Mapping[int, bytes], call: Call | None) -> None:
         """Undo a claim, and drop its answer. `frames`: the payloads of groups that were taken for good."""
-        taken = [row.record.uid for found in rows.values() for row in found if taken_for_good(row.record)]
-        gone = [uid for uid in taken if self._engine.table.get(uid) is None]
-        self._engine.undo(rows, moved_at)
+        table = self._engine.table
+        gone = [row.record.uid for found in rows.values() for row in found if table.get(row.record.uid) is None]
+        self._engine.undo(claim, rows)
         for uid in gone:
-            if self._engine.table.get(uid) is not None:
+            if table.get(uid) is not None:
                 self._engine.journal.payloads[uid] = _payload(frames.get(uid, b""))
-        await self._commit(None if call is None else lambda t: t.retract(call.client, call.sequence))
+        await self._commit(*([] if call is None else [lambda t: t.retract(call.client, call.sequence)]))
 
     # --- calls that may come twice --------------------------------------------------------------------
 
@@ -451,16 +386,17 @@ class SQLiteStorage(LocalStorage, CallMemory):
             return None
         kept = decode_kept(frames.pop(0))
         if not isinstance(kept, Handed):
-            return Answered(value_of(kept))
+            return Answered(kept.value)
         held = [record.uid for record in kept.held()]
         if held:
             frames |= await self._do(lambda transaction: transaction.frames(held))
-        handed = [Row(record, ()) for records in kept.records.values() for record in records]
-        reading = await self._decoded(handed, frames)
+        handed = [record for records in kept.records.values() for record in records]
+        reading = await read_rows(handed, frames)
         here = [row for row in reading.rows if taken_for_good(row.record) or self._is_held(row.record)]
         if len(here) < len(handed):
             # Its caller cannot have all of them: it gets none, and holds none that it never learns of.
-            await self._put_back(claimed_rows(kept, handed), frames, Call(client, sequence, 0))
+            rows = claimed_rows(kept, [Row(record, ()) for record in handed])
+            await self._put_back(kept.claim, rows, frames, Call(client, sequence, 0))
             raise kept.lost(len(handed) - len(here))
         return Answered(Claimed(claimed_rows(kept, here)))
 
@@ -475,9 +411,7 @@ class SQLiteStorage(LocalStorage, CallMemory):
 
     async def snapshot(self) -> Snapshot:
         engine = self._engine
-        write = self._take_changes()
-        if write is not None:
-            self._submit(write)
+        self._write()
         rows = engine.table.rows()
         accounts = {name: decode_account(encode_account(account)) for name, account in engine.accounts.items()}
         next_uid, next_timestamp_id = engine.next_uid, engine.next_timestamp_id
@@ -497,10 +431,9 @@ class SQLiteStorage(LocalStorage, CallMemory):
         transaction = Transaction(reader)
         try:
             for start in range(0, len(rows), _STREAM_GROUPS):
-                part = rows[start : start + _STREAM_GROUPS]
-                uids = [row.record.uid for row in part]
-                frames = await in_thread(lambda uids=uids: transaction.frames(uids))  # type: ignore[misc]
-                reading = await self._decoded(part, frames)
+                part = [row.record for row in rows[start : start + _STREAM_GROUPS]]
+                frames = await in_thread(partial(transaction.frames, [record.uid for record in part]))
+                reading = await read_rows(part, frames)
                 for uid, error in reading.damaged.items():
                     raise DamagedData(f"the payload of group uid {uid} was damaged on disk: {error}")
                 for row in reading.rows:
@@ -513,52 +446,37 @@ class SQLiteStorage(LocalStorage, CallMemory):
     ) -> None:
         self._check_empty()
         await self._do(Transaction.begin_restore)
-        check = StreamCheck(accounts, next_uid, next_timestamp_id)
-        table = JournalTable(self._engine.settings.order, self._engine.journal)
-        archived: deque[int] = deque()
+        table = JournalTable(self._engine.settings.order)
         try:
-            part: list[Row] = []
-            async for row in rows:
-                check.row(row.record)
-                table.load(row.record)
-                if row.record.place is Place.ARCHIVED:
-                    archived.append(row.record.uid)
-                part.append(row)
-                if len(part) == _STREAM_GROUPS:
-                    await self._insert(part)
-                    part = []
-            await self._insert(part)
-            check.end()
+            await self._fill(table, accounts, next_uid, next_timestamp_id, self._stored(rows))
         except BaseException:
             self._written_meta, self._written_accounts = {}, {}
             await self._do(Transaction.empty)
             await self._finish()  # limits that were set before
             raise
-        self._engine.adopt(table, accounts, archived, next_uid, next_timestamp_id)
-        call = CALL.get()
-        remember = None if call is None else _remembering(call, Done())
-        await self._commit(_in_turn(remember, Transaction.end_restore))
+        table.journal = self._engine.journal
+        await self._commit(*_remembering(Returned("restore", None)), Transaction.end_restore)
+
+    async def _stored(self, rows: AsyncIterable[Row]) -> AsyncIterator[Row]:
+        """Rows as they come; after they were checked they are written."""
+        part: list[Row] = []
+        async for row in rows:
+            yield row
+            part.append(row)
+            if len(part) == _STREAM_GROUPS:
+                await self._insert(part)
+                part = []
+        await self._insert(part)
 
     async def _insert(self, rows: Sequence[Row]) -> None:
         payloads = {row.record.uid: (encode_group(row.group), schema.summary_of(row.group)) for row in rows}
         await self._do(lambda transaction: transaction.insert([row.record for row in rows], payloads))
 
 
-def _in_turn(*works: Work[None] | None) -> Work[None] | None:
-    """Several pieces of work as one; None if there is none."""
-    given = [work for work in works if work is not None]
-    if not given:
-        return None
-
-    def run(transaction: Transaction) -> None:
-        for work in given:
-            work(transaction)
-
-    return run
-
-
-def _remembering(call: Call, kept: Kept) -> Work[None]:
-    return lambda transaction: transaction.remember(call, kept)
+def _remembering(answer: Kept | None) -> list[Work[None]]:
+    """The work that remembers an answer, if the operation belongs to a call that may be repeated."""
+    call = CALL.get()
+    return [] if call is None or answer is None else [lambda transaction: transaction.remember(call, answer)]
 
 
 def _payload(frame: bytes) -> Payload:

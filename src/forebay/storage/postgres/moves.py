@@ -1,5 +1,6 @@
-"""What becomes of groups that were claimed or are buffered: settled, released, archived, revised, discarded, ended.
+"""Operations on groups that were claimed or are buffered: settled, released, archived, revised, discarded, ended.
 
+A function that is named like an operation of the contract is that operation: `PostgresStorage` runs it as one step.
 Rows are locked in order of uid before they change, so that two steps do not deadlock.
 """
 
@@ -10,29 +11,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forebay.codec.records import decode_end
-from forebay.core.capacity import Settings
 from forebay.core.ledger import End, Event, GroupEnd, Place, Record, check_move
 from forebay.core.query import Node
 from forebay.core.rollout import Status
 from forebay.storage.base import Revision
+from forebay.storage.payloads import encoded
 from forebay.storage.postgres import accounts
-from forebay.storage.postgres.columns import RECORD, read_record, to_text
-from forebay.storage.postgres.query import condition
+from forebay.storage.postgres.columns import RECORD, condition, read_record, to_text
 from forebay.storage.postgres.step import NEW, Step
-from forebay.storage.rules import abandoned_record, lost_lease, nacked_record, revised_record, rewound_record
+from forebay.storage.rules import abandoned_record, end_of, lost_lease, nacked_record, revised_record, rewound_record
 
 __all__ = [
-    "discard",
+    "discard_some",
     "end_or_archive",
+    "ends",
     "fail",
+    "forget_ends",
     "matching",
+    "note_ends",
     "release",
     "revise",
     "rewind",
     "saved",
     "set_priority",
     "settle",
-    "take_ends",
 ]
 
 # The oldest beyond `keep_trained`, except those that no saved weights were trained on yet.
@@ -60,10 +62,7 @@ UPDATE ends SET owner = $1 WHERE number IN (
 # --- leases -------------------------------------------------------------------------------------------
 
 
-async def settle(
-    step: Step, lease_id: str, uids: Sequence[int], event: Event, reason: str | None, settings: Settings
-) -> None:
-    """Acknowledge, give back or reject rows of a lease: all of them, or LostLease."""
+async def settle(step: Step, lease_id: str, uids: Sequence[int], event: Event, reason: str | None = None) -> None:
     target = check_move(event, Place.LEASED)
     wanted = set(uids)
     rows = await step.connection.fetch(
@@ -76,29 +75,24 @@ async def settle(
         raise lost_lease(len(wanted) - len(rows), len(wanted), lease_id)
     records = [read_record(row) for row in rows]
     if isinstance(target, End):
-        await end_or_archive(step, records, target, reason, settings, rows[0]["saved_step"] if rows else None)
+        await end_or_archive(step, records, target, reason, rows[0]["saved_step"] if rows else None)
     else:
         _nack(step, records)
 
 
 async def end_or_archive(
-    step: Step,
-    records: Sequence[Record],
-    end: End,
-    reason: str | None,
-    settings: Settings,
-    saved_step: int | None = None,
+    step: Step, records: Sequence[Record], end: End, reason: str | None, saved_step: int | None = None
 ) -> None:
     """End locked rows. Trained ones are kept if the settings say so, or while no saved weights were trained on them."""
     unsaved = saved_step is not None and any((record.train_step or 0) > saved_step for record in records)
-    if end is not End.TRAINED or not (settings.keep_trained or unsaved):
+    if end is not End.TRAINED or not (step.settings.keep_trained or unsaved):
         for record in records:
             step.end(record, end, reason)
         return
     for record in records:
         step.archive(record)
     await step.write()
-    await step.connection.execute(_TRIM, settings.keep_trained)
+    await step.connection.execute(_TRIM, step.settings.keep_trained)
 
 
 def _nack(step: Step, records: Sequence[Record]) -> None:
@@ -108,8 +102,7 @@ def _nack(step: Step, records: Sequence[Record]) -> None:
         step.wake(record.task_name)
 
 
-async def release(step: Step, owners: Sequence[str]) -> dict[str, int]:
-    """Give back every group of owners; groups by task."""
+async def release(step: Step, *owners: str) -> dict[str, int]:
     records = await step.lock("g.owner = ANY($1)", [to_text(owner) for owner in owners])
     _nack(step, [record for record in records if record.place is Place.LEASED])
     for record in records:
@@ -123,14 +116,12 @@ async def release(step: Step, owners: Sequence[str]) -> dict[str, int]:
 # --- the archive --------------------------------------------------------------------------------------
 
 
-async def saved(step: Step, model_step: int, keep_trained: int) -> None:
-    """Weights of this step are safe, and so is the training up to them."""
+async def saved(step: Step, model_step: int) -> None:
     await step.connection.execute("UPDATE store SET saved_step = $1", model_step)
-    await step.connection.execute(_TRIM, keep_trained)
+    await step.connection.execute(_TRIM, step.settings.keep_trained)
 
 
 async def rewind(step: Step, model_step: int) -> dict[str, int]:
-    """Groups that were trained for later steps come back from the archive, and clocks go back."""
     connection = step.connection
     rows = await connection.fetch(
         f"SELECT {RECORD}, trained_as FROM groups g WHERE place = 'archived' AND train_step > $1 ORDER BY uid "
@@ -155,12 +146,13 @@ async def rewind(step: Step, model_step: int) -> dict[str, int]:
 # --- buffered groups ----------------------------------------------------------------------------------
 
 
-async def revise(step: Step, revisions: Sequence[Revision], frames: Sequence[bytes | None]) -> list[bool]:
-    """Change buffered rows that still have the revision that was seen."""
+async def revise(step: Step, revisions: Sequence[Revision]) -> list[bool]:
+    frames = iter(await encoded(revision.content.group for revision in revisions if revision.content is not None))
     uids = [revision.uid for revision in revisions]
     current = {record.uid: record for record in await step.lock("g.uid = ANY($1) AND g.place = 'buffered'", uids)}
     applied = []
-    for revision, frame in zip(revisions, frames, strict=True):
+    for revision in revisions:
+        frame = None if revision.content is None else next(frames)
         record = current.get(revision.uid)
         if record is None or record.revision != revision.revision:
             applied.append(False)
@@ -168,9 +160,7 @@ async def revise(step: Step, revisions: Sequence[Revision], frames: Sequence[byt
         applied.append(True)
         step.wake(record.task_name)
         if revision.content is None:
-            target = check_move(Event.STALE, record.place)
-            assert isinstance(target, End)
-            step.end(current.pop(record.uid), target, "stale")
+            step.end(current.pop(record.uid), end_of(Event.STALE, record.place), "stale")
         else:
             current[record.uid] = revised = revised_record(record, revision.content)
             step.store(record, revised, frame)
@@ -186,23 +176,20 @@ async def matching(connection: Any, node: Node) -> list[int]:
     return sorted(row["uid"] for row in rows)
 
 
-async def discard(step: Step, uids: Sequence[int], node: Node, reason: str) -> dict[str, int]:
+async def discard_some(step: Step, uids: Sequence[int], node: Node, reason: str) -> dict[str, int]:
     """End those of the groups that are still buffered and still match; groups by task."""
     parameters: list[Any] = [uids]
     matches = condition(node, parameters)
     records = await step.lock(f"uid = ANY($1) AND place = 'buffered' AND {matches}", *parameters)
     for record in records:
-        target = check_move(Event.DISCARDED, record.place)
-        assert isinstance(target, End)
-        step.end(record, target, reason)
+        step.end(record, end_of(Event.DISCARDED, record.place), reason)
     return dict(Counter(record.task_name for record in records))
 
 
 async def fail(step: Step, reasons: Mapping[int, str]) -> dict[str, int]:
-    """End groups as failed at any place; groups by task. Archived groups have already ended: they are removed."""
     failed: Counter[str] = Counter()
     for record in await step.lock("g.uid = ANY($1)", list(reasons)):
-        if record.place is Place.ARCHIVED:
+        if record.place is Place.ARCHIVED:  # it has already ended
             step.remove(record)
         else:
             step.end(record, End.FAILED, reasons[record.uid])
@@ -211,7 +198,6 @@ async def fail(step: Step, reasons: Mapping[int, str]) -> dict[str, int]:
 
 
 async def set_priority(step: Step, priorities: Mapping[int, float]) -> int:
-    """Set priorities by uid; the number of rows found."""
     status = await step.connection.execute(
         "UPDATE groups g SET priority = u.priority FROM unnest($1::bigint[], $2::double precision[]) AS u "
         "(uid, priority) WHERE g.uid = u.uid",
@@ -224,7 +210,14 @@ async def set_priority(step: Step, priorities: Mapping[int, float]) -> int:
 # --- reported ends ------------------------------------------------------------------------------------
 
 
-async def take_ends(step: Step, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
-    """The first ends that no living owner reports; this owner reports them from now on."""
+async def note_ends(step: Step) -> None:
+    await step.connection.execute("UPDATE store SET notes_ends = true WHERE NOT notes_ends")
+
+
+async def ends(step: Step, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
     rows = await step.connection.fetch(_TAKE_ENDS, to_text(owner), limit)
     return sorted((row["number"], decode_end(row["data"])) for row in rows)
+
+
+async def forget_ends(step: Step, numbers: Sequence[int]) -> None:
+    await step.connection.execute("DELETE FROM ends WHERE number = ANY($1)", list(numbers))
