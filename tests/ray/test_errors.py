@@ -332,14 +332,22 @@ async def test_a_call_that_cannot_be_sent_leaves_no_number_behind(shared: str) -
         assert await fill(buffer, 1, "unsent") == [0]
 
 
+async def pour(storage: object) -> None:
+    """An operation that hosts do not have."""
+
+
+async def discard(storage: object, node: None, reason: str) -> None:
+    """Sends no node, unlike the operation of this name."""
+
+
 async def test_an_unknown_operation_is_refused(shared: str) -> None:
     async with connected(shared) as buffer:
         with pytest.raises(forebay.InvalidInput, match="unknown operation"):
-            await buffer.storage._run(Operation("pour", tuple[()], None), ())  # type: ignore[attr-defined]
+            await buffer.storage._run(Operation(pour), ())  # type: ignore[attr-defined]
 
 
 async def test_a_host_reports_an_unexpected_error_and_continues(shared: str) -> None:
     async with connected(shared) as buffer:
         with pytest.raises(StorageError, match="failed: RayTaskError"):
-            await buffer.storage._run(Operation("discard", None, None), (None, "no node"))  # type: ignore[attr-defined]
+            await buffer.storage._run(Operation(discard), (None, "no node"))  # type: ignore[attr-defined]
         assert await fill(buffer, 1, "failing") == [0]

@@ -184,10 +184,10 @@ class RayReplayBuffer(ReplayBuffer):
         settings = links[0].hello.settings
         if settings is None:
             raise InvalidConfig(f"the actor {name!r} hosts a storage without a buffer; use RayStorage on it")
-        storages = [RayStorage(link) for link in links]
+        storages = [RayStorage(link) for link in links]  # type: ignore[abstract]  # the table makes its methods
         known = _POLICIES.get(settings.policy)
         policy = HostedPolicy(settings.policy, settings.order) if known is None else known()
-        storage = storages[0] if len(storages) == 1 else ShardedStorage(storages)
+        storage = storages[0] if len(storages) == 1 else ShardedStorage(storages)  # type: ignore[abstract]
         return cls(name, storage, policy, settings, on_group_end)
 
 

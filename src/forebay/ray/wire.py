@@ -7,7 +7,7 @@ objects. Groups are never pickled. `parcel` has the payload.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -24,15 +24,10 @@ __all__ = [
     "NOTHING",
     "PROTOCOL",
     "Answer",
-    "ArrivalHead",
     "BufferSettings",
-    "ClaimedHead",
-    "ContentHead",
     "FrameSizes",
     "Hello",
     "Request",
-    "RevisionHead",
-    "RowHead",
     "Stand",
     "Version",
     "carries_groups",
@@ -129,36 +124,6 @@ class Answer(msgspec.Struct, array_like=True, gc=False):
     frames: FrameSizes = []
 
 
-class ContentHead(Content, frozen=True, gc=False):
-    """`Content` without its group."""
-
-    group: tuple[()]
-
-
-class ArrivalHead(Arrival, frozen=True, kw_only=True, gc=False):
-    """`Arrival` without its group."""
-
-    content: ContentHead
-
-
-class RevisionHead(Revision, frozen=True, gc=False):
-    """`Revision` without its group."""
-
-    content: ContentHead | None
-
-
-class RowHead(Row, frozen=True, gc=False):
-    """`Row` without its group."""
-
-    group: tuple[()]
-
-
-class ClaimedHead(Claimed, frozen=True):
-    """`Claimed` without its groups."""
-
-    rows: dict[str, list[RowHead]] | None  # type: ignore[assignment]
-
-
 NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
 
 _encoder = msgspec.msgpack.Encoder()
@@ -199,42 +164,18 @@ def with_groups(value: Any, change: Change) -> Any:
     if kind is dict:
         lists = any(type(item) is list for item in value.values())
         return {key: with_groups(item, change) for key, item in value.items()} if lists else value
-    convert = _CHANGES.get(kind)
-    return value if convert is None else convert(value, change)
+    if kind is Row:
+        return Row(value.record, change(value.group, value.record))
+    if kind is Content:
+        return replace(value, group=change(value.group, None))
+    if kind is Arrival or kind is Revision:
+        return replace(value, content=with_groups(value.content, change))
+    return replace(value, rows=with_groups(value.rows, change)) if kind is Claimed else value
 
 
 def carries_groups(items: Sequence[Any]) -> bool:
     """Whether the items of a list have groups."""
-    return bool(items) and type(items[0]) in _CHANGES
-
-
-def _content(content: Content, change: Change) -> Content:
-    return replace(content, group=change(content.group, None))
-
-
-def _arrival(arrival: Arrival, change: Change) -> Arrival:
-    return replace(arrival, content=_content(arrival.content, change))
-
-
-def _revision(revision: Revision, change: Change) -> Revision:
-    return revision if revision.content is None else replace(revision, content=_content(revision.content, change))
-
-
-def _row(row: Row, change: Change) -> Row:
-    return Row(row.record, change(row.group, row.record))
-
-
-def _claimed(claimed: Claimed, change: Change) -> Claimed:
-    return replace(claimed, rows=with_groups(claimed.rows, change))
-
-
-_CHANGES: Mapping[type, Callable[[Any, Change], Any]] = {
-    **dict.fromkeys((Content, ContentHead), _content),
-    **dict.fromkeys((Arrival, ArrivalHead), _arrival),
-    **dict.fromkeys((Revision, RevisionHead), _revision),
-    **dict.fromkeys((Row, RowHead), _row),
-    **dict.fromkeys((Claimed, ClaimedHead), _claimed),
-}
+    return bool(items) and type(items[0]) in (Row, Content, Arrival, Revision)
 
 
 # --- errors -------------------------------------------------------------------------------------------

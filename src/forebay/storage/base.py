@@ -145,7 +145,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         return {task_name: Clock(train_step=self.train_step) for task_name, n in self.wants.items() if n > 0}
 
 
-Rows: TypeAlias = "dict[str, list[Row]]"
+Rows: TypeAlias = dict[str, list[Row]]
 
 
 class Claimed(msgspec.Struct, frozen=True):

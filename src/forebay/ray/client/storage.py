@@ -140,7 +140,7 @@ class RayStorage(TableStorage):
     async def close(self, owner: str) -> None:
         try:
             async with asyncio.timeout(_CLOSE_S):
-                await super().close(owner)
+                await self._run(OPERATIONS["close"], (owner,))
         except (BufferLost, StorageUnavailable) as gone:  # the owner holds nothing there any more, or not for long
             log.info("closed_without_host owner=%s %s", owner, gone)
         except TimeoutError:
@@ -182,7 +182,7 @@ class RayStorage(TableStorage):
                     raise cancelled
                 reply = self._learn(await self._link.finish(future))
                 try:
-                    claimed: Claimed = reply.read(wire.ClaimedHead)
+                    claimed: Claimed = reply.read(Claimed)
                     rows = [row for found in (claimed.rows or {}).values() for row in found]
                     lost = await _lost(rows, reply)
                 except BaseException:
@@ -224,12 +224,13 @@ class RayStorage(TableStorage):
                 task_name: [Row(row.record, await resolve_group(row.group)) for row in found]
                 for task_name, found in rows.items()
             }
-        await super().undo(claim, rows)
+        await self._run(OPERATIONS["undo"], (claim, rows))
 
     async def issue(
         self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
     ) -> list[Record]:
-        records = await super().issue(task_name, contents, owner=owner, cursor=cursor, source_state=source_state)
+        issued = (task_name, list(contents), owner, cursor, source_state)
+        records: list[Record] = await self._run(OPERATIONS["issue"], issued)
         for content, record in zip(contents, records, strict=False):
             identify(content.group, task_name, record.group_id)
         return records
@@ -239,7 +240,9 @@ class RayStorage(TableStorage):
     async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
         """See `Storage.summary`. The summary of all tasks is also there when the host is lost: from its last note."""
         try:
-            return await super().summary(tasks, holdings=holdings)
+            asked = None if tasks is None else list(tasks)
+            summary: Summary = await self._run(OPERATIONS["summary"], (asked, holdings))
+            return summary
         except BufferLost:
             note = await self._link.note() if tasks is None else None
             if note is None:
