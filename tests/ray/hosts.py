@@ -13,16 +13,16 @@ from forebay import Storage
 from forebay.ray.client.link import Link
 from forebay.ray.client.shards import ShardedStorage
 from forebay.ray.client.storage import RayStorage
-from forebay.ray.host.actor import HEARTBEATS, OPERATIONS, WAITS, BufferActor
+from forebay.ray.host.actor import CALLS, HEARTBEATS, WAITS, BufferActor
 from forebay.ray.host.operations import HostSpec
 
-_GROUPS = {OPERATIONS: 4, WAITS: 16, HEARTBEATS: 2}
+_GROUPS = {CALLS: 4, WAITS: 16, HEARTBEATS: 2}
 
 
 class ReusableActor(BufferActor):
     """A host that can be emptied."""
 
-    @ray.method(concurrency_group=OPERATIONS)
+    @ray.method(concurrency_group=CALLS)
     def renew(self, storage: str) -> None:
         if self._host is not None:
             self._loop.run(self._host.stop())

@@ -31,11 +31,11 @@ from forebay.buffer.internal import internals
 from forebay.core.capacity import Settings
 from forebay.ray import RayReplayBuffer, wire
 from forebay.ray.client.link import Link
-from forebay.ray.host.actor import HEARTBEATS, NAMESPACE, OPERATIONS, WAITS, BufferActor
+from forebay.ray.host.actor import CALLS, HEARTBEATS, NAMESPACE, WAITS, BufferActor
 from forebay.ray.host.operations import HostSpec
-from forebay.ray.parcel import Parcel
 from forebay.ray.table import OPERATIONS as TABLE
 from forebay.ray.table import Operation
+from forebay.ray.wire import Parcel
 from forebay.storage.sqlite import SQLiteStorage
 from tests.processes import finished
 from tests.ray import children
@@ -248,7 +248,7 @@ def test_a_client_of_another_version_is_refused(shared: str, monkeypatch: pytest
 class FromTheFuture(BufferActor):
     """A host whose messages are others."""
 
-    @ray.method(concurrency_group=OPERATIONS)
+    @ray.method(concurrency_group=CALLS)
     def hello(self) -> Any:
         body = msgspec.Raw(wire.encoded({"protocol": 99, "version": "9.0", "hosts": ["a", "b"]}))
         return wire.encoded([0, 0, [], None, body, None, [], "more"]), b"", []
@@ -257,7 +257,7 @@ class FromTheFuture(BufferActor):
 def test_a_host_of_another_version_is_refused(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     declare: Any = ray.remote
-    groups = {OPERATIONS: 1, WAITS: 2, HEARTBEATS: 1}
+    groups = {CALLS: 1, WAITS: 2, HEARTBEATS: 1}
     made = declare(num_cpus=0, concurrency_groups=groups)(FromTheFuture).options(name=name, namespace=NAMESPACE)
     actor = made.remote(HostSpec(name=name), "memory")
     with pytest.raises(VersionMismatch, match=r"Forebay 9\.0 \(protocol 99\)"):
@@ -271,7 +271,7 @@ def test_a_host_of_another_version_is_refused(cluster: LocalCluster, new_name: N
 def test_connecting_to_a_storage_without_a_buffer_is_refused(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     declare: Any = ray.remote
-    groups = {OPERATIONS: 1, WAITS: 2, HEARTBEATS: 1}
+    groups = {CALLS: 1, WAITS: 2, HEARTBEATS: 1}
     made = declare(num_cpus=0, concurrency_groups=groups)(BufferActor).options(name=name, namespace=NAMESPACE)
     actor = made.remote(HostSpec(name=name), "memory")
     with pytest.raises(InvalidConfig, match="without a buffer"):

@@ -35,7 +35,7 @@ from forebay.ray.client.link import Link, check_cluster, find_host
 from forebay.ray.client.shards import MAX_SHARDS, ShardedStorage, shard_url
 from forebay.ray.client.storage import RayStorage
 from forebay.ray.host import notes
-from forebay.ray.host.actor import HEARTBEATS, NAMESPACE, OPERATIONS, SPARE_THREADS, WAITS, BufferActor, actor_name
+from forebay.ray.host.actor import CALLS, HEARTBEATS, NAMESPACE, SPARE_THREADS, WAITS, BufferActor, actor_name
 from forebay.ray.host.operations import HostSpec
 from forebay.storage.base import Storage
 from forebay.storage.urls import IN_MEMORY, SQLITE_URL
@@ -209,7 +209,7 @@ def _start(
         "max_restarts": -1 if durable else 0,
         "max_task_retries": -1,  # a call that arrives twice happens once
         "concurrency_groups": {
-            OPERATIONS: _DURABLE_THREADS if durable else 1,
+            CALLS: _DURABLE_THREADS if durable else 1,
             WAITS: spec.wait_places + SPARE_THREADS,
             HEARTBEATS: 2,
         },

@@ -20,8 +20,8 @@ from forebay.core.references import resolve_group
 from forebay.errors import BufferLost, ForebayError, StorageUnavailable
 from forebay.ray import references, wire
 from forebay.ray.client.link import Link, Reply, heard
-from forebay.ray.parcel import Parcel
 from forebay.ray.table import OPERATIONS, Operation, TableStorage
+from forebay.ray.wire import Parcel
 from forebay.storage.base import Claim, Claimed, Content, Listener, Ready, Rows, Snapshot, Summary
 from forebay.storage.idempotency import taken_for_good
 

@@ -29,8 +29,10 @@ from forebay.core.rollout import RolloutState, Status
 from forebay.core.validate import integer_setting, positive_seconds
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
 from forebay.prompts.sources import mark_aborted
+from forebay.ray.client.link import first_line
 from forebay.ray.loops.actor import MethodCall, Reply, Started
-from forebay.ray.loops.pool import LoopPool, Phase, PooledActor, as_future, engine_error, first_line
+from forebay.ray.loops.pool import LoopPool, Phase, PooledActor, engine_error
+from forebay.ray.references import as_future
 
 __all__ = ["RayAgentLoop"]
 

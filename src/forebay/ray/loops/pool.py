@@ -18,7 +18,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 from contextlib import suppress
 from enum import Enum
 from typing import Any
@@ -29,10 +28,11 @@ from ray import exceptions
 from forebay.agent_loop.base import AgentLoop
 from forebay.core.aio import ignore_exception, in_thread
 from forebay.errors import EngineError, InvalidConfig, NoCluster, WrongEventLoop
-from forebay.ray.client.link import check_cluster
+from forebay.ray.client.link import check_cluster, first_line
 from forebay.ray.loops.actor import KINDS, LoopActor, MethodCall, RemoteError, Started
+from forebay.ray.references import as_future
 
-__all__ = ["LoopPool", "Phase", "PooledActor", "as_future", "engine_error", "first_line"]
+__all__ = ["LoopPool", "Phase", "PooledActor", "engine_error"]
 
 log = logging.getLogger(__name__)
 
@@ -315,7 +315,8 @@ class LoopPool:
         if actor.epoch != epoch or actor.phase is not Phase.UP or self.closed:
             return
         self.deaths += 1
-        log.warning("actor_lost actor=%d groups=%d error=%s", actor.index, actor.load, first_line(error))
+        why = "it was restarted" if error is None else first_line(error)
+        log.warning("actor_lost actor=%d groups=%d error=%s", actor.index, actor.load, why)
         self._await_restart(actor)
         self._listen(actor)
         self.notify()
@@ -385,34 +386,6 @@ def _kill_in_thread(handles: Sequence[Any]) -> None:
         threading.Thread(target=_kill, args=(handles,), name="forebay-end-actors", daemon=True).start()
 
 
-def as_future(call: Any, *, first: Callable[[], None] | None = None) -> asyncio.Future[Any]:
-    """The result of an actor call, as a future of this event loop. `first` runs before that, on any thread.
-
-    Not `asyncio.wrap_future`: a cancel must not reach Ray's future, which Ray completes in any case, and the event
-    loop may be closed by then.
-    """
-    loop = asyncio.get_running_loop()
-    end: asyncio.Future[Any] = loop.create_future()
-
-    def copy_result(source: futures.Future[Any]) -> None:
-        if end.done():
-            return
-        error = source.exception()
-        if error is not None:
-            end.set_exception(error)
-        else:
-            end.set_result(source.result())
-
-    def on_ray_thread(source: futures.Future[Any]) -> None:
-        if first is not None:
-            first()
-        with suppress(RuntimeError):  # the event loop is closed: nothing waits for the result
-            loop.call_soon_threadsafe(copy_result, source)
-
-    call.future().add_done_callback(on_ray_thread)
-    return end
-
-
 def engine_error(what: str, remote: RemoteError) -> EngineError:
     """The error for an exception in an actor."""
     # The traceback is a note and not in the message: messages are counted as reasons, and would all be different.
@@ -420,10 +393,3 @@ def engine_error(what: str, remote: RemoteError) -> EngineError:
     error = kind(f"{what} raised {remote.message}")
     error.add_note(f"In the actor:\n{remote.traceback}")
     return error
-
-
-def first_line(error: BaseException | None) -> str:
-    """The first line of an error: Ray's messages fill a page."""
-    if error is None:
-        return "it was restarted"
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
