@@ -16,14 +16,8 @@ from zlib import crc32
 import pytest
 
 from forebay.checkpoint.files import FileOps
-from forebay.checkpoint.format import (
-    MAX_MANIFEST_BYTES,
-    MAX_RECORD_BYTES,
-    CheckpointWriter,
-    Manifest,
-    RecordFile,
-    open_checkpoint,
-)
+from forebay.checkpoint.format import MAX_RECORD_BYTES, CheckpointWriter, Manifest, RecordFile, open_checkpoint
+from forebay.checkpoint.publish import MAX_MANIFEST_BYTES
 from forebay.errors import CheckpointError, DamagedData, InvalidInput
 from tests.failing_files import Failing
 
@@ -54,7 +48,7 @@ def failure(action: Callable[[], object]) -> CheckpointError | None:
 def load(path: Path, files: FileOps | None = None) -> Entries:
     """What a careful reader gets: all of it verified, or an error."""
     with open_checkpoint(path, files) as checkpoint:
-        checkpoint.verify()
+        list(checkpoint.entries())
         return list(checkpoint.entries())
 
 
@@ -103,7 +97,7 @@ def test_a_checkpoint_reads_back_as_it_was_written(tmp_path: Path) -> None:
     )
     written = save(tmp_path / "new" / "deep", OLD, facts=facts)
     with open_checkpoint(str(tmp_path / "new" / "deep")) as checkpoint:
-        checkpoint.verify()
+        list(checkpoint.entries())
         assert checkpoint.file == written.files[0]
         assert list(checkpoint.entries()) == OLD
         assert list(checkpoint.entries()) == OLD, "it can be read again"
@@ -179,7 +173,7 @@ def test_g08_a_reader_keeps_the_generation_that_it_opened_over_later_saves(saved
         save(saved, NEW)
         seen.extend(entries)
         assert seen == OLD
-        checkpoint.verify()
+        list(checkpoint.entries())
     assert load(saved) == NEW
 
 
@@ -348,7 +342,7 @@ def test_damage_after_opening_is_found_while_reading(saved: Path) -> None:
     with open_checkpoint(saved) as checkpoint:
         os.truncate(file, 60)
         with pytest.raises(DamagedData, match="cut off"):
-            checkpoint.verify()
+            list(checkpoint.entries())
 
 
 def test_a_damaged_generation_does_not_hinder_the_next_save(saved: Path) -> None:
@@ -528,7 +522,7 @@ def test_huge_lengths_are_refused_before_anything_is_allocated(
             return super().read(descriptor, count, offset)
 
     with open_checkpoint(tmp_path, Watching()) as checkpoint, pytest.raises(DamagedData, match="entry"):
-        checkpoint.verify()
+        list(checkpoint.entries())
     assert max(largest) <= 4096
 
 

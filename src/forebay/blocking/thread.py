@@ -29,6 +29,11 @@ __all__ = ["Call", "Facade", "LoopOwner", "LoopThread", "blocking", "on_loop", "
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
+N = TypeVar("N")
+N_co = TypeVar("N_co", covariant=True)
+F = TypeVar("F", bound="Facade[Any]")
 Work = Coroutine[Any, Any, T]
 Begin = Callable[[], Work[T]]
 Undo = Callable[[T], Work[None]]
@@ -242,12 +247,6 @@ class LoopThread:
             if task.done() and not task.cancelled():
                 task.exception()  # retrieved here; the caller that submitted it has it, too
 
-    def end_with_the_process(self, wait_s: float) -> None:
-        """Stop, and wait at most this long for the end. No error is raised: the process is exiting."""
-        if self._thread.is_alive():  # False in a forked child process
-            self.stop(wait=False)
-            self._thread.join(wait_s)
-
 
 _threads: set[LoopThread] = set()
 
@@ -257,16 +256,10 @@ def _end_with_the_process() -> None:
     # For a script that exits without closing, because of an error for example: its groups are returned, and asyncio
     # finds no task that is still pending.
     deadline = time.monotonic() + _EXIT_S
-    for thread in list(_threads):
-        thread.end_with_the_process(max(0.0, deadline - time.monotonic()))
-
-
-T = TypeVar("T")
-R = TypeVar("R")
-P = ParamSpec("P")
-N = TypeVar("N")
-N_co = TypeVar("N_co", covariant=True)
-F = TypeVar("F", bound="Facade[Any]")
+    for each in list(_threads):
+        if each._thread.is_alive():  # False in a forked child process
+            each.stop(wait=False)
+            each._thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Facade(Generic[N_co]):

@@ -25,9 +25,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from forebay.checkpoint.contents import saved_accounts, saved_rows
 from forebay.checkpoint.files import FileOps
-from forebay.checkpoint.format import Checkpoint, CheckpointWriter, Manifest, open_checkpoint
+from forebay.checkpoint.format import (
+    Checkpoint,
+    CheckpointWriter,
+    Manifest,
+    open_checkpoint,
+    saved_accounts,
+    saved_rows,
+)
 from forebay.codec.frame import encode_group
 from forebay.codec.records import encode_account, encode_record
 from forebay.core.aio import grace, in_thread, start_thread

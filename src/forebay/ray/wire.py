@@ -12,6 +12,7 @@ message that would need more than a handful becomes one object.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -142,23 +143,14 @@ class Answer(msgspec.Struct, array_like=True, gc=False):
 
 
 NOTHING = msgspec.Raw(msgspec.msgpack.encode(None))
-
-_encoder = msgspec.msgpack.Encoder()
-_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
-
-
-def encoded(value: Any) -> bytes:
-    """A head or a part of one as bytes."""
-    return _encoder.encode(value)
+encoded = msgspec.msgpack.Encoder().encode
+_decoder = functools.cache(msgspec.msgpack.Decoder)
 
 
 def decoded(data: bytes | msgspec.Raw, kind: Any) -> Any:
     """The value of this type that the bytes encode, or DamagedData."""
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        decoder = _decoders[kind] = msgspec.msgpack.Decoder(kind)
     try:
-        return decoder.decode(data)
+        return _decoder(kind).decode(data)
     except msgspec.MsgspecError as error:
         raise DamagedData(f"a message of {len(bytes(data))} bytes cannot be read: {error}") from None
 

@@ -20,13 +20,13 @@ from forebay.core.aio import uncancelled
 from forebay.core.capacity import Usage
 from forebay.core.ledger import Account, Event, GroupEnd, Place, Record, Row
 from forebay.core.query import And, Compare, Member, Node
-from forebay.errors import InvalidInput, LostLease, StorageError
+from forebay.errors import LostLease, StorageError
 from forebay.ray.client.link import heard
 from forebay.ray.client.storage import RayStorage, Restore
 from forebay.ray.host.operations import UID_BITS
 from forebay.ray.table import OPERATIONS, Operation, Route, TableStorage
 from forebay.storage.base import Claim, Claimed, Listener, Ready, Rows, Snapshot, Summary
-from forebay.storage.rules import lost_lease
+from forebay.storage.rules import StreamCheck, lost_lease
 from forebay.storage.urls import IN_MEMORY, SQLITE_URL
 
 __all__ = ["MAX_SHARDS", "ShardedStorage", "shard_of", "shard_url"]
@@ -260,22 +260,20 @@ class ShardedStorage(TableStorage):
         restores: list[Restore] = []
         uids = [index << UID_BITS for index in range(count)]
         failure: BaseException | None = None
-        complete, last_uid = True, 0
+        complete, check = True, StreamCheck(accounts, next_uid, next_timestamp_id)
         try:
             for index, shard in enumerate(self._shards):
                 mine = {name: account for name, account in accounts.items() if shard_of(name, count) == index}
                 restores.append(await shard.begin_restore(mine, uids[index] + _RESTORED_UIDS, next_timestamp_id))
             async for row in rows:
-                if not last_uid < row.record.uid < next_uid:
-                    raise InvalidInput(
-                        f"row {row.record.uid} does not follow row {last_uid} below {next_uid}; nothing restored"
-                    )
-                last_uid = row.record.uid
+                check.row(row.record)
                 index = shard_of(row.record.task_name, count)
                 uids[index] += 1
                 complete = await restores[index].add(Row(replace(row.record, uid=uids[index]), row.group))
                 if not complete:
                     break
+            else:
+                check.end()
         except BaseException as error:
             failure, complete = error, False
         ending = [restore.end(complete=complete) for restore in restores]

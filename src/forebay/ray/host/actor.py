@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -46,6 +46,15 @@ __all__ = ["CALLS", "HEARTBEATS", "NAMESPACE", "SPARE_THREADS", "WAITS", "Buffer
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+NAMESPACE = "forebay"
+CALLS, WAITS, HEARTBEATS = "calls", "waits", "heartbeats"
+"""The groups of calls; each has its own threads."""
+SPARE_THREADS = 8
+"""Extra threads used to reject waits when all `wait_places` are taken."""
+
+_LONGEST_WAIT_S = 300.0
 _LOOK_S = 5.0  # for deadlines that were not known at the last look
 _LEFT_WAITS = 1_000
 _LEAVE_S = 10.0  # at least this long after its last call, a client loses its streams
@@ -58,16 +67,15 @@ _CHANGED: ContextVar[dict[str, None] | None] = ContextVar("forebay_changed", def
 """The tasks that the call in progress changed; None outside of a call."""
 
 
-class Wait:
+class Wait(msgspec.Struct):
     """One call that waits. `over` is set in any case; `error` if its condition could not be checked."""
 
-    def __init__(self, wait_id: str, client: str, since: int, ready: Ready | None) -> None:
-        self.wait_id = wait_id
-        self.client = client
-        self.since = since
-        self.ready = ready
-        self.over = threading.Event()
-        self.error: ForebayError | None = None
+    wait_id: str
+    client: str
+    since: int
+    ready: Ready | None
+    over: threading.Event = msgspec.field(default_factory=threading.Event)
+    error: ForebayError | None = None
 
 
 class Host:
@@ -98,7 +106,7 @@ class Host:
         self._changes = 0
         self._stands = changed is not None
         self._waits: dict[str, Wait] = {}
-        self._left: dict[str, None] = {}  # waits that ended before they arrived
+        self._left: deque[str] = deque(maxlen=_LEFT_WAITS)  # waits that ended before they arrived
         self._poke = poke
         self._closed = False
 
@@ -282,9 +290,7 @@ class Host:
         if wait is not None:
             wait.over.set()
         else:
-            self._left[wait_id] = None
-            while len(self._left) > _LEFT_WAITS:
-                del self._left[next(iter(self._left))]
+            self._left.append(wait_id)
 
     async def _serve_waits(self) -> None:
         for wait in list(self._waits.values()):
@@ -317,18 +323,6 @@ class Host:
         book = self._books.get(client)
         if book is not None:
             book.confirm(confirmed)
-
-
-T = TypeVar("T")
-
-NAMESPACE = "forebay"
-CALLS, WAITS, HEARTBEATS = "calls", "waits", "heartbeats"
-"""The groups of calls; each has its own threads."""
-
-SPARE_THREADS = 8
-"""Extra threads used to reject waits when all `wait_places` are taken."""
-
-_LONGEST_WAIT_S = 300.0
 
 
 def actor_name(name: str, shard: int) -> str:

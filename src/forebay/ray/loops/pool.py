@@ -29,7 +29,7 @@ from forebay.agent_loop.base import AgentLoop
 from forebay.core.aio import ignore_exception, in_thread
 from forebay.errors import EngineError, InvalidConfig, NoCluster, WrongEventLoop
 from forebay.ray.client.link import check_cluster, first_line
-from forebay.ray.loops.actor import KINDS, LoopActor, MethodCall, RemoteError, Started
+from forebay.ray.loops.actor import KINDS, LoopActor, MethodCall, RemoteError
 from forebay.ray.references import as_future
 
 __all__ = ["LoopPool", "Phase", "PooledActor", "engine_error"]
@@ -37,19 +37,8 @@ __all__ = ["LoopPool", "Phase", "PooledActor", "engine_error"]
 log = logging.getLogger(__name__)
 
 _MAX_CONCURRENCY = 100_000  # `stop` must get through, however many groups are running
-_RESERVED_OPTIONS = frozenset(
-    (
-        "concurrency_groups",
-        "get_if_exists",
-        "lifetime",
-        "max_concurrency",
-        "max_pending_calls",
-        "max_restarts",
-        "max_task_retries",
-        "name",
-        "namespace",
-    )
-)
+_RESERVED_OPTIONS = {"concurrency_groups", "get_if_exists", "lifetime", "max_concurrency", "max_pending_calls"}
+_RESERVED_OPTIONS |= {"max_restarts", "max_task_retries", "name", "namespace"}
 _PERMANENT = (exceptions.ActorDiedError, exceptions.ActorUnschedulableError, exceptions.RuntimeEnvSetupError)
 _MAX_RETRY_S = 60.0
 
@@ -103,7 +92,6 @@ class LoopPool:
         max_groups_per_actor: int | None,
         actor_options: Mapping[str, Any] | None,
     ) -> None:
-        remote = _remote_class(actor_options)
         check_cluster()
         try:
             self._make_loop = ray.put(make_loop)  # once, for all starts
@@ -122,10 +110,7 @@ class LoopPool:
         self._next_index = 0
         self._waiting: deque[asyncio.Future[PooledActor | None]] = deque()
         self._changes: list[asyncio.Future[None]] = []  # wait for any change
-        try:
-            handles = [remote.remote() for _ in range(actors)]
-        except (TypeError, ValueError) as error:
-            raise _refused_options(actor_options, error) from None
+        handles = _create(actors, actor_options)
         self.actors = [PooledActor(index, handle) for index, handle in enumerate(handles)]
         self._end = weakref.finalize(self, _kill_in_thread, handles)
         self._end.atexit = False  # they end with the process anyway
@@ -299,13 +284,13 @@ class LoopPool:
         self._listen(actor)
         self.notify()
 
-    def _started(self, actor: PooledActor, started: Started | RemoteError) -> None:
+    def _started(self, actor: PooledActor, started: bool | RemoteError) -> None:
         if isinstance(started, RemoteError):
             self._set_broken(actor, engine_error(f"starting the agent loop of actor {actor.index}", started))
         elif actor.started_with != (self.pause_sequence, self._version):
             self._start(actor)  # a pause or a call was sent to the other actors meanwhile
         else:
-            self.takes_weights = started.takes_weights_while_running
+            self.takes_weights = started
             actor.phase, actor.was_up, actor.error, actor.retry_s = Phase.UP, True, None, 1.0
             actor.call, actor.listener = actor.handle.watch.remote(actor.epoch), None
             log.info("actor_up actor=%d epoch=%d", actor.index, actor.epoch)
@@ -351,23 +336,19 @@ def _pending_call_ended(
         alive.pending_call_ended(actor, future)
 
 
-def _remote_class(actor_options: Mapping[str, Any] | None) -> Any:
+def _create(actors: int, actor_options: Mapping[str, Any] | None) -> list[Any]:
     if actor_options is not None and not isinstance(actor_options, Mapping):
         raise InvalidConfig(f"actor_options is {actor_options!r:.80}; expected a mapping of options for Ray")
     options = dict(actor_options or {})
     reserved = sorted(_RESERVED_OPTIONS & options.keys())
     if reserved:
         raise InvalidConfig(f"actor_options has {', '.join(reserved)}, which RayAgentLoop sets itself; leave them out")
-    options = {"scheduling_strategy": "SPREAD", **options}
     fixed = {"max_restarts": -1, "max_task_retries": 0, "max_concurrency": _MAX_CONCURRENCY}
     try:
-        return ray.remote(LoopActor).options(**fixed, **options)
+        remote: Any = ray.remote(LoopActor).options(**fixed, **{"scheduling_strategy": "SPREAD", **options})
+        return [remote.remote() for _ in range(actors)]
     except (TypeError, ValueError) as error:
-        raise _refused_options(actor_options, error) from None
-
-
-def _refused_options(actor_options: Mapping[str, Any] | None, error: Exception) -> InvalidConfig:
-    return InvalidConfig(f"Ray refuses actor_options={dict(actor_options or {})!r:.200}: {error}")
+        raise InvalidConfig(f"Ray refuses actor_options={options!r:.200}: {error}") from None
 
 
 def _kill(handles: Sequence[Any]) -> None:
