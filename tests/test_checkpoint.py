@@ -271,7 +271,7 @@ async def test_g08_a_disk_that_fills_while_saving_leaves_the_old_checkpoint(tmp_
     with pytest.raises(CheckpointError, match="No space left"):
         await save_storage(buffer.storage, tmp_path / "checkpoint", model_step=2, files=Full())
     with open_checkpoint(tmp_path / "checkpoint") as checkpoint:
-        list(checkpoint.entries())
+        checkpoint.verify()
         assert checkpoint.manifest.model_step == 1
     await buffer.save(tmp_path / "checkpoint", model_step=3)
     other = ReplayBuffer(FIFOReplayPolicy())

@@ -48,7 +48,7 @@ def failure(action: Callable[[], object]) -> CheckpointError | None:
 def load(path: Path, files: FileOps | None = None) -> Entries:
     """What a careful reader gets: all of it verified, or an error."""
     with open_checkpoint(path, files) as checkpoint:
-        list(checkpoint.entries())
+        checkpoint.verify()
         return list(checkpoint.entries())
 
 
@@ -97,7 +97,7 @@ def test_a_checkpoint_reads_back_as_it_was_written(tmp_path: Path) -> None:
     )
     written = save(tmp_path / "new" / "deep", OLD, facts=facts)
     with open_checkpoint(str(tmp_path / "new" / "deep")) as checkpoint:
-        list(checkpoint.entries())
+        checkpoint.verify()
         assert checkpoint.file == written.files[0]
         assert list(checkpoint.entries()) == OLD
         assert list(checkpoint.entries()) == OLD, "it can be read again"
@@ -173,7 +173,7 @@ def test_g08_a_reader_keeps_the_generation_that_it_opened_over_later_saves(saved
         save(saved, NEW)
         seen.extend(entries)
         assert seen == OLD
-        list(checkpoint.entries())
+        checkpoint.verify()
     assert load(saved) == NEW
 
 
@@ -342,7 +342,7 @@ def test_damage_after_opening_is_found_while_reading(saved: Path) -> None:
     with open_checkpoint(saved) as checkpoint:
         os.truncate(file, 60)
         with pytest.raises(DamagedData, match="cut off"):
-            list(checkpoint.entries())
+            checkpoint.verify()
 
 
 def test_a_damaged_generation_does_not_hinder_the_next_save(saved: Path) -> None:
@@ -522,7 +522,7 @@ def test_huge_lengths_are_refused_before_anything_is_allocated(
             return super().read(descriptor, count, offset)
 
     with open_checkpoint(tmp_path, Watching()) as checkpoint, pytest.raises(DamagedData, match="entry"):
-        list(checkpoint.entries())
+        checkpoint.verify()
     assert max(largest) <= 4096
 
 

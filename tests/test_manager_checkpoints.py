@@ -857,7 +857,7 @@ def test_a_save_that_is_cancelled_leaves_the_old_checkpoint(tmp_path: Path) -> N
                 saving.cancel()
                 await asyncio.wait([saving])
                 with open_checkpoint(tmp_path / "checkpoint") as checkpoint:
-                    list(checkpoint.entries())
+                    checkpoint.verify()
                     assert checkpoint.manifest.model_step == 0
 
     run(main)

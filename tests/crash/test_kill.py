@@ -72,7 +72,7 @@ async def check(directory: Path, account: Account) -> None:
     await buffer.close()
     if account.saved:
         with open_checkpoint(directory / "checkpoint") as checkpoint:
-            list(checkpoint.entries())
+            checkpoint.verify()
 
 
 def kill_often(directory: Path, kills: int, seed: int) -> Account:

@@ -204,6 +204,11 @@ class Checkpoint:
             self.close()
             raise DamagedData(f"{self._path} has {size} bytes; its manifest says {self.file.bytes}")
 
+    def verify(self) -> None:
+        """Read every entry and check its checksum; DamagedData if one does not match."""
+        for _ in self.entries():
+            pass
+
     def close(self) -> None:
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
@@ -225,7 +230,7 @@ class Checkpoint:
     def entries(self) -> Iterator[tuple[bytes, bytes]]:
         """Every (record, frame) in the order of writing, one in memory at a time; DamagedData at an altered one.
 
-        The entries before that are intact: read all of them first to take all or nothing.
+        The entries before that are intact, but not all: call `verify` first to take all or nothing.
         """
         file, path = self.file, self._path
         stream = ForwardReader(self._read)
