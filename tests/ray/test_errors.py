@@ -318,14 +318,14 @@ async def test_a_payload_that_is_no_plain_data_is_refused_and_nothing_stored(sha
                 await buffer.put_many([[good], [bad]], "refused")
         assert await closed_ledger(buffer, "refused") == {}
         assert await fill(buffer, 1, "refused") == [0]
-        link: Link = buffer.storage._link  # type: ignore[attr-defined]
+        link: Link = buffer.storage.link  # type: ignore[attr-defined]
         assert not link._open  # numbers of calls that were never sent are not waited for
 
 
 async def test_a_call_that_cannot_be_sent_leaves_no_number_behind(shared: str) -> None:
     async with connected(shared) as buffer:
         await internals(buffer).position("unsent")
-        link: Link = buffer.storage._link  # type: ignore[attr-defined]
+        link: Link = buffer.storage.link  # type: ignore[attr-defined]
         with pytest.raises(TypeError):
             link.begin(TABLE["put"], object(), Parcel())
         assert not link._open

@@ -8,6 +8,7 @@ by itself), a host that is gone, with the number of groups that were lost with i
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
@@ -115,7 +116,7 @@ class Link:
         self._guard = threading.RLock()
         self._last = 0
         self._stand: wire.Stand | None = None
-        self._methods: dict[int, Any] = {}
+        self._method = functools.cache(lambda returns: actor.call.options(num_returns=returns))
         self._rest: weakref.WeakKeyDictionary[asyncio.Future[Any], list[Any]] = weakref.WeakKeyDictionary()
         self._open: set[int] = set()  # numbers of calls whose answer was not seen yet
 
@@ -161,12 +162,6 @@ class Link:
         except BaseException:
             self.seen(sequence)  # it was never sent
             raise
-
-    def _method(self, returns: int) -> Any:
-        method = self._methods.get(returns)
-        if method is None:
-            method = self._methods[returns] = self._actor.call.options(num_returns=returns)
-        return method
 
     def _future(self, method: Any, *args: Any) -> asyncio.Future[Any]:
         check_cluster()  # a call from outside of a cluster would have Ray start one

@@ -122,7 +122,7 @@ class ShardedStorage(TableStorage):
 
     def beat(self, owner: str) -> None:
         # All are sent before any answer is awaited: a host that does not answer must not cost leases on the others.
-        heard([shard.send_beat(owner) for shard in self._shards], self._shards[0].beat_timeout_s)
+        heard([shard.link.beat(owner) for shard in self._shards], self._shards[0].beat_timeout_s)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         ends = [shard.subscribe(listener) for shard in self._shards]

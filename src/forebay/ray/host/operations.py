@@ -168,7 +168,7 @@ class Operations:
         if own is not None:
             return await own(call, *arguments)
         if "owner" in operation.parameters:
-            await self.welcome_back(arguments[list(operation.parameters).index("owner")])
+            await self.welcome_back(arguments[operation.parameters.index("owner")])
         return await operation.call(self.storage, arguments)
 
     def next_group(self, frames: Frames) -> Group:
