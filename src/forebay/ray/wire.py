@@ -34,6 +34,7 @@ __all__ = [
     "PROTOCOL",
     "Answer",
     "BufferSettings",
+    "Frame",
     "FrameSizes",
     "Frames",
     "Hello",
@@ -230,6 +231,14 @@ Message: TypeAlias = "tuple[bytes, Payload, list[Any]]"
 """A head, the frames, and the objects that only Ray can carry."""
 
 
+class Frame(tuple[()]):
+    """A group that is not decoded: takes the place of its samples."""
+
+    data: memoryview
+    start: int  # in the buffer that it is a slice of
+    references: tuple[Any, ...]
+
+
 class Parcel:
     """Frames and objects to be sent. `checksums`: whether the frames are to have them."""
 
@@ -242,7 +251,9 @@ class Parcel:
         self._run_end: tuple[Any, int, int] | None = None  # the last part, if it may grow: its buffer, start, end
 
     def add_group(self, group: Group, record: Record | None = None) -> Group:
-        """Encode a group into the parcel; nothing stays where it was, see `with_groups`."""
+        """Put a group into the parcel, encoded; nothing stays where it was, see `with_groups`."""
+        if isinstance(group, Frame):
+            return self._add_frame(group)
         references: list[Any] = []
         parts = encode_parts(group, references, checksum=self._checksums)
         size = sum([memoryview(part).nbytes for part in parts])
@@ -256,23 +267,21 @@ class Parcel:
         self._note(size, references)
         return ()
 
-    def add_frame(self, frame: memoryview, start: int, references: Sequence[Any]) -> None:
-        """Add a frame that starts at `start` in the buffer that it is a slice of.
-
-        Frames that follow each other there, such as those of one put, stay one piece.
-        """
-        size = len(frame)
+    def _add_frame(self, frame: Frame) -> Group:
+        """Frames that follow each other in one buffer, such as those of one put, stay one piece."""
+        whole: Any = frame.data.obj
+        size, start = len(frame.data), frame.start
         end = start + size + -size % _ALIGNMENT
         run = self._run_end
-        if run is not None and run[0] is frame.obj and run[2] == start:
+        if run is not None and run[0] is whole and run[2] == start:
             start = run[1]
             self.size -= run[2] - run[1]
             self._parts.pop()
-        whole: Any = frame.obj
         self._parts.append(memoryview(whole).cast("B")[start:end])
         self.size += end - start
-        self._run_end = (frame.obj, start, end)
-        self._note(size, references)
+        self._run_end = (whole, start, end)
+        self._note(size, frame.references)
+        return ()
 
     def _note(self, size: int, references: Sequence[Any]) -> None:
         self.frames.append((size, len(references)))
@@ -322,7 +331,7 @@ class Frames:
         self.offset = 0  # where the next frame begins
         self.references: list[tuple[Any, ...]] = []  # of the frames that were read
 
-    def next(self) -> tuple[memoryview, tuple[Any, ...]]:
+    def next(self) -> Frame:
         """The next frame, as a view, and its references."""
         size, references = next(self._sizes, (-1, 0))
         end = self.offset + size
@@ -331,17 +340,18 @@ class Frames:
                 f"a frame of {size} bytes at {self.offset} with {references} references; the payload has "
                 f"{len(self._view)} bytes and {len(self.objects)} references"
             )
-        frame = self._view[self.offset : end]
+        frame = Frame()
+        frame.data, frame.start = self._view[self.offset : end], self.offset
+        frame.references = tuple(self.objects[self._used : self._used + references])
         self.offset = end + -size % _ALIGNMENT
-        found = tuple(self.objects[self._used : self._used + references])
         self._used += references
-        self.references.append(found)
-        return frame, found
+        self.references.append(frame.references)
+        return frame
 
     def group(self, record: Record | None) -> Group:
         """The next group, with the identity of its record; its arrays are read-only views of the payload."""
-        frame, references = self.next()
-        group = decode_group(frame, references, checksum=self._checksums)
+        frame = self.next()
+        group = decode_group(frame.data, frame.references, checksum=self._checksums)
         if record is not None:
             identify(group, record.task_name, record.group_id)
         return group

@@ -34,7 +34,7 @@ from forebay.core.references import as_values
 from forebay.errors import BufferClosed, ForebayError, InvalidInput, TooManyWaits
 from forebay.ray import wire
 from forebay.ray.host.notes import Note, NoteWriter
-from forebay.ray.host.operations import Book, Exchange, FrameStorage, HostSpec, Operations, add_to
+from forebay.ray.host.operations import Book, Exchange, FrameStorage, HostSpec, Operations
 from forebay.ray.table import OPERATIONS
 from forebay.ray.wire import Frames, Message, Parcel, Payload, Request, message_of_arguments, results_of
 from forebay.storage.base import Ready, Storage
@@ -218,7 +218,7 @@ class Host:
             CALL.reset(tokens[0])
             _CHANGED.reset(tokens[1])
         parcel = Parcel()
-        body = msgspec.Raw(wire.encoded(wire.with_groups(result, lambda group, record: add_to(parcel, group))))
+        body = msgspec.Raw(wire.encoded(wire.with_groups(result, parcel.add_group)))
         stand = None
         if request.sequence:
             stand = await self._stand()

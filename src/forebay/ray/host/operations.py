@@ -26,37 +26,14 @@ from forebay.core.ledger import Account, Record, Row
 from forebay.core.rollout import Group, Status, group_status
 from forebay.errors import InvalidInput, LostLease
 from forebay.ray.table import Operation
-from forebay.ray.wire import Frames, Message, Parcel
+from forebay.ray.wire import Frame, Frames, Message
 from forebay.storage.base import Claim, Claimed, Content, Rows, Storage
 from forebay.storage.idempotency import CALL, Answered, Call, CallMemory
 from forebay.storage.local.engine import Engine
 from forebay.storage.local.memory import MemoryStorage, MemoryTable
 from forebay.storage.local.storage import LocalStorage
 
-__all__ = ["UID_BITS", "Book", "Exchange", "FrameStorage", "HostSpec", "Operations", "add_to", "framed"]
-
-
-class Frame(tuple[()]):
-    """Takes the place of the samples in a row."""
-
-    data: memoryview
-    start: int  # in the buffer that it is a slice of
-    references: tuple[Any, ...]
-
-
-def framed(data: memoryview, start: int, references: tuple[Any, ...]) -> Group:
-    """A group that is not decoded."""
-    frame = Frame()
-    frame.data, frame.start, frame.references = data, start, references
-    return cast(Group, frame)
-
-
-def add_to(parcel: Parcel, group: Group) -> Group:
-    """Put a group into a parcel, whether it was decoded or not; nothing stays where it was."""
-    if not isinstance(group, Frame):
-        return parcel.add_group(group)
-    parcel.add_frame(group.data, group.start, group.references)
-    return ()
+__all__ = ["UID_BITS", "Book", "Exchange", "FrameStorage", "HostSpec", "Operations"]
 
 
 class _FrameEngine(Engine):
@@ -173,9 +150,8 @@ class Operations:
 
     def next_group(self, frames: Frames) -> Group:
         """The next group of a call, as the storage keeps it."""
-        start = frames.offset
-        data, references = frames.next()
-        return framed(data, start, references) if self._frames else decode_group(bytes(data), references)
+        frame = frames.next()
+        return cast(Group, frame) if self._frames else decode_group(bytes(frame.data), frame.references)
 
     # --- answers that a durable storage remembers ---------------------------------------------------
 
