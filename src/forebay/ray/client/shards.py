@@ -12,7 +12,7 @@ import asyncio
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from msgspec.structs import replace
 
@@ -86,17 +86,20 @@ class ShardedStorage(TableStorage):
         if not isinstance(whole, (list, dict)):
             return await operation.call(self._shards[self._index(operation.route, whole)], arguments)
 
+        if not whole:  # no host is concerned: an empty answer
+            kind = get_origin(operation.result) or operation.result
+            return None if kind is None else kind()
         before, after = arguments[: operation.split], arguments[operation.split + 1 :]
         if isinstance(whole, list):
             parts = self._by_shard(operation.route, range(len(whole)), whole.__getitem__)
         else:
             parts = self._by_shard(operation.route, whole)
         answers = []
-        for shard, keys in parts or [(self._shards[0], [])]:
+        for shard, keys in parts:
             values = [whole[key] for key in keys]
             part = values if isinstance(whole, list) else dict(zip(keys, values, strict=True))
             answers.append(await operation.call(shard, (*before, part, *after)))
-        if parts and isinstance(answers[0], list):  # one item of the answer for each item of the argument
+        if isinstance(answers[0], list):  # one item of the answer for each item of the argument
             indexes = [index for _, part in parts for index in part]
             found = dict(zip(indexes, _merged(answers), strict=True))
             return [found[index] for index in range(len(whole))]
@@ -293,7 +296,7 @@ class ShardedStorage(TableStorage):
 
 def _merged(answers: Sequence[Any]) -> Any:
     """The answers of several hosts as one: lists, counts, mappings without a common key, or nothing."""
-    first = answers[0]
+    first = answers[0] if answers else {}
     if first is None or isinstance(first, int):
         return None if first is None else sum(answers)
     if isinstance(first, list):
