@@ -85,7 +85,6 @@ class ShardedStorage(TableStorage):
         whole = arguments[operation.split]
         if not isinstance(whole, (list, dict)):
             return await operation.call(self._shards[self._index(operation.route, whole)], arguments)
-
         if not whole:  # no host is concerned: an empty answer
             kind = get_origin(operation.result) or operation.result
             return None if kind is None else kind()
