@@ -16,14 +16,8 @@ from zlib import crc32
 import pytest
 
 from forebay.checkpoint.files import FileOps
-from forebay.checkpoint.format import (
-    MAX_MANIFEST_BYTES,
-    MAX_RECORD_BYTES,
-    CheckpointWriter,
-    Manifest,
-    RecordFile,
-    open_checkpoint,
-)
+from forebay.checkpoint.format import MAX_RECORD_BYTES, CheckpointWriter, Manifest, RecordFile, open_checkpoint
+from forebay.checkpoint.publish import MAX_MANIFEST_BYTES
 from forebay.errors import CheckpointError, DamagedData, InvalidInput
 from tests.failing_files import Failing
 

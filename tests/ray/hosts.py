@@ -13,16 +13,16 @@ from forebay import Storage
 from forebay.ray.client.link import Link
 from forebay.ray.client.shards import ShardedStorage
 from forebay.ray.client.storage import RayStorage
-from forebay.ray.host.actor import HEARTBEATS, OPERATIONS, WAITS, BufferActor
+from forebay.ray.host.actor import CALLS, HEARTBEATS, WAITS, BufferActor
 from forebay.ray.host.operations import HostSpec
 
-_GROUPS = {OPERATIONS: 4, WAITS: 16, HEARTBEATS: 2}
+_GROUPS = {CALLS: 4, WAITS: 16, HEARTBEATS: 2}
 
 
 class ReusableActor(BufferActor):
     """A host that can be emptied."""
 
-    @ray.method(concurrency_group=OPERATIONS)
+    @ray.method(concurrency_group=CALLS)
     def renew(self, storage: str) -> None:
         if self._host is not None:
             self._loop.run(self._host.stop())
@@ -44,7 +44,7 @@ class Hosts:
         return self._storage(0)
 
     def sharded(self, shards: int) -> Storage:
-        return ShardedStorage([self._storage(shard) for shard in range(shards)])
+        return ShardedStorage([self._storage(shard) for shard in range(shards)])  # type: ignore[abstract]
 
     def _storage(self, shard: int) -> RayStorage:
         turn = self._turns[shard] = self._turns.get(shard, 0) + 1
@@ -56,7 +56,7 @@ class Hosts:
             actor = declare(num_cpus=0, concurrency_groups=_GROUPS)(ReusableActor).remote(spec, "memory")
             self._actors[place] = actor
         ray.get(actor.renew.remote(self._url()))
-        return RayStorage(Link.to(actor, f"tests-{shard}"))
+        return RayStorage(Link.to(actor, f"tests-{shard}"))  # type: ignore[abstract]
 
     def _url(self) -> str:
         if self._kind == "memory":

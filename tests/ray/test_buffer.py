@@ -248,8 +248,8 @@ async def test_g11_a_wait_is_one_long_call(shared: str, buffer: RayReplayBuffer)
         lease = await leasing
         await lease.ack()
         counts = await _in_host(shared, lambda actor: actor._host.counts)
-        assert counts[producer.storage._link.client]["put"] == 64  # type: ignore[attr-defined]
-        mine = counts[buffer.storage._link.client]  # type: ignore[attr-defined]
+        assert counts[producer.storage.link.client]["put"] == 64  # type: ignore[attr-defined]
+        mine = counts[buffer.storage.link.client]  # type: ignore[attr-defined]
         assert mine["wait"] <= 2
         assert sum(mine.values()) <= 8, f"it should wait in one call, and made {mine}"
 
@@ -345,7 +345,7 @@ async def test_g03_a_lease_that_is_cancelled_while_its_host_is_stopped_is_held_b
     assert ids(lease.groups) == [0, 1]
     await lease.ack()
     assert await closed_ledger(buffer, "away") == {"issued": 2, "trained": 2}
-    link = buffer.storage._link  # type: ignore[attr-defined]
+    link = buffer.storage.link  # type: ignore[attr-defined]
     assert not link._open  # both calls were answered
 
 

@@ -31,11 +31,11 @@ from forebay.buffer.internal import internals
 from forebay.core.capacity import Settings
 from forebay.ray import RayReplayBuffer, wire
 from forebay.ray.client.link import Link
-from forebay.ray.host.actor import HEARTBEATS, NAMESPACE, OPERATIONS, WAITS, BufferActor
+from forebay.ray.host.actor import CALLS, HEARTBEATS, NAMESPACE, WAITS, BufferActor
 from forebay.ray.host.operations import HostSpec
-from forebay.ray.parcel import Parcel
 from forebay.ray.table import OPERATIONS as TABLE
 from forebay.ray.table import Operation
+from forebay.ray.wire import Parcel
 from forebay.storage.sqlite import SQLiteStorage
 from tests.processes import finished
 from tests.ray import children
@@ -248,7 +248,7 @@ def test_a_client_of_another_version_is_refused(shared: str, monkeypatch: pytest
 class FromTheFuture(BufferActor):
     """A host whose messages are others."""
 
-    @ray.method(concurrency_group=OPERATIONS)
+    @ray.method(concurrency_group=CALLS)
     def hello(self) -> Any:
         body = msgspec.Raw(wire.encoded({"protocol": 99, "version": "9.0", "hosts": ["a", "b"]}))
         return wire.encoded([0, 0, [], None, body, None, [], "more"]), b"", []
@@ -257,7 +257,7 @@ class FromTheFuture(BufferActor):
 def test_a_host_of_another_version_is_refused(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     declare: Any = ray.remote
-    groups = {OPERATIONS: 1, WAITS: 2, HEARTBEATS: 1}
+    groups = {CALLS: 1, WAITS: 2, HEARTBEATS: 1}
     made = declare(num_cpus=0, concurrency_groups=groups)(FromTheFuture).options(name=name, namespace=NAMESPACE)
     actor = made.remote(HostSpec(name=name), "memory")
     with pytest.raises(VersionMismatch, match=r"Forebay 9\.0 \(protocol 99\)"):
@@ -271,7 +271,7 @@ def test_a_host_of_another_version_is_refused(cluster: LocalCluster, new_name: N
 def test_connecting_to_a_storage_without_a_buffer_is_refused(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     declare: Any = ray.remote
-    groups = {OPERATIONS: 1, WAITS: 2, HEARTBEATS: 1}
+    groups = {CALLS: 1, WAITS: 2, HEARTBEATS: 1}
     made = declare(num_cpus=0, concurrency_groups=groups)(BufferActor).options(name=name, namespace=NAMESPACE)
     actor = made.remote(HostSpec(name=name), "memory")
     with pytest.raises(InvalidConfig, match="without a buffer"):
@@ -318,28 +318,36 @@ async def test_a_payload_that_is_no_plain_data_is_refused_and_nothing_stored(sha
                 await buffer.put_many([[good], [bad]], "refused")
         assert await closed_ledger(buffer, "refused") == {}
         assert await fill(buffer, 1, "refused") == [0]
-        link: Link = buffer.storage._link  # type: ignore[attr-defined]
+        link: Link = buffer.storage.link  # type: ignore[attr-defined]
         assert not link._open  # numbers of calls that were never sent are not waited for
 
 
 async def test_a_call_that_cannot_be_sent_leaves_no_number_behind(shared: str) -> None:
     async with connected(shared) as buffer:
         await internals(buffer).position("unsent")
-        link: Link = buffer.storage._link  # type: ignore[attr-defined]
+        link: Link = buffer.storage.link  # type: ignore[attr-defined]
         with pytest.raises(TypeError):
             link.begin(TABLE["put"], object(), Parcel())
         assert not link._open
         assert await fill(buffer, 1, "unsent") == [0]
 
 
+async def pour(storage: object) -> None:
+    """An operation that hosts do not have."""
+
+
+async def discard(storage: object, node: None, reason: str) -> None:
+    """Sends no node, unlike the operation of this name."""
+
+
 async def test_an_unknown_operation_is_refused(shared: str) -> None:
     async with connected(shared) as buffer:
         with pytest.raises(forebay.InvalidInput, match="unknown operation"):
-            await buffer.storage._run(Operation("pour", tuple[()], None), ())  # type: ignore[attr-defined]
+            await buffer.storage._run(Operation(pour), ())  # type: ignore[attr-defined]
 
 
 async def test_a_host_reports_an_unexpected_error_and_continues(shared: str) -> None:
     async with connected(shared) as buffer:
         with pytest.raises(StorageError, match="failed: RayTaskError"):
-            await buffer.storage._run(Operation("discard", None, None), (None, "no node"))  # type: ignore[attr-defined]
+            await buffer.storage._run(Operation(discard), (None, "no node"))  # type: ignore[attr-defined]
         assert await fill(buffer, 1, "failing") == [0]

@@ -19,12 +19,11 @@ from forebay.core.ledger import Account, Clock, Event, Record, describe
 from forebay.core.query import parse
 from forebay.errors import InvalidInput, TooManyWaits
 from forebay.ray import wire
-from forebay.ray.host import host as host_module
-from forebay.ray.host.frames import FrameStorage
-from forebay.ray.host.host import Host
-from forebay.ray.host.operations import HostSpec
-from forebay.ray.parcel import Parcel
+from forebay.ray.host import actor as actor_module
+from forebay.ray.host.actor import Host
+from forebay.ray.host.operations import FrameStorage, HostSpec
 from forebay.ray.table import OPERATIONS
+from forebay.ray.wire import Parcel
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Ready, Revision
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.storage.urls import build_storage
@@ -462,7 +461,7 @@ async def test_a_reaper_continues_after_an_unexpected_error(caplog: pytest.LogCa
 
     host = Host(Broken(), SPEC)
     await host.start()
-    assert await host.attend() == host_module._LOOK_S
+    assert await host.attend() == actor_module._LOOK_S
     assert "reap_failed" in caplog.text
 
 

@@ -1,8 +1,9 @@
-"""An event loop in its own thread, and calls into it that Ctrl-C may interrupt at any moment.
+"""An event loop in its own thread, and native methods as blocking ones: `put = blocking(native.ReplayBuffer.put)`.
 
 Guarantees: no caller waits for a loop that has ended, or from the loop for itself. An interrupted call leaves no task
-running and nothing leased. Once the thread is closing, it refuses new work and ends all of its tasks. This module knows
-neither buffers nor managers.
+running and nothing leased. Once the thread is closing, it refuses new work and ends all of its tasks. A blocking method
+has the parameters, the result type and the docstring of the native one, also for `help()` and type checkers, and calls
+the native one by name, so overrides in subclasses apply. This module knows neither buffers nor managers.
 """
 
 from __future__ import annotations
@@ -10,22 +11,29 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import inspect
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from functools import partial
-from typing import Any, Generic, TypeVar
+from functools import partial, wraps
+from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 
+from forebay.core import aio
 from forebay.errors import BufferClosed, ForebayError, WrongEventLoop
 
-__all__ = ["Call", "LoopThread"]
+__all__ = ["Call", "Facade", "LoopOwner", "LoopThread", "blocking", "on_loop", "result_of"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
+N = TypeVar("N")
+N_co = TypeVar("N_co", covariant=True)
+F = TypeVar("F", bound="Facade[Any]")
 Work = Coroutine[Any, Any, T]
 Begin = Callable[[], Work[T]]
 Undo = Callable[[T], Work[None]]
@@ -239,12 +247,6 @@ class LoopThread:
             if task.done() and not task.cancelled():
                 task.exception()  # retrieved here; the caller that submitted it has it, too
 
-    def end_with_the_process(self, wait_s: float) -> None:
-        """Stop, and wait at most this long for the end. No error is raised: the process is exiting."""
-        if self._thread.is_alive():  # False in a forked child process
-            self.stop(wait=False)
-            self._thread.join(wait_s)
-
 
 _threads: set[LoopThread] = set()
 
@@ -254,5 +256,90 @@ def _end_with_the_process() -> None:
     # For a script that exits without closing, because of an error for example: its groups are returned, and asyncio
     # finds no task that is still pending.
     deadline = time.monotonic() + _EXIT_S
-    for thread in list(_threads):
-        thread.end_with_the_process(max(0.0, deadline - time.monotonic()))
+    for each in list(_threads):
+        if each._thread.is_alive():  # False in a forked child process
+            each.stop(wait=False)
+            each._thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class Facade(Generic[N_co]):
+    """A native object, and the thread whose event loop it lives on."""
+
+    def __init__(self, native: N_co, thread: LoopThread) -> None:
+        self.native = native
+        self._thread = thread
+
+
+class LoopOwner(Facade[N_co]):
+    """A facade with its own thread, which ends when the facade is closed or its `with` block ends."""
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine, such as a producer, on the event loop of this object; `close` cancels it."""
+        return self._thread.submit(work)
+
+    def close(self) -> None:
+        """End every wait with BufferClosed, return groups to the buffer, stop the loop. Closing twice is allowed."""
+        self._thread.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+            log.exception("close_failed: the error of the block is raised instead")
+
+
+def blocking(
+    method: Callable[Concatenate[N, P], Coroutine[Any, Any, R]], *, uncancelled: bool = False
+) -> Callable[Concatenate[Facade[N], P], R]:
+    """An async method as a blocking one. `uncancelled`: an interrupt surfaces only after the method has ended."""
+
+    @wraps(method)
+    def call(self: Facade[N], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        begin: Callable[[], Coroutine[Any, Any, R]] = partial(_native(self, method), *args, **kwargs)
+        return self._thread.call((lambda: aio.uncancelled(begin())) if uncancelled else begin)
+
+    return call
+
+
+def on_loop(method: Callable[Concatenate[N, P], R]) -> Callable[Concatenate[Facade[N], P], R]:
+    """A method that is not async, run on the event loop's thread because the native object is not thread-safe."""
+
+    @wraps(method)
+    def call(self: Facade[N], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        async def run() -> R:
+            return _native(self, method)(*args, **kwargs)
+
+        return self._thread.call(run)
+
+    return call
+
+
+def result_of(
+    method: Callable[Concatenate[N, P], T],
+) -> Callable[[Callable[[F, T], R]], Callable[Concatenate[F, P], R]]:
+    """Decorate a method of a facade that handles the result of a native one; it takes the native one's arguments.
+
+    The native method is called in the caller's thread: it must only create a request.
+    """
+
+    def decorate(handle: Callable[[F, T], R]) -> Callable[Concatenate[F, P], R]:
+        @wraps(handle)
+        def call(self: F, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            return handle(self, _native(self, method)(*args, **kwargs))
+
+        result = inspect.signature(handle).return_annotation
+        call.__signature__ = inspect.signature(method).replace(return_annotation=result)  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _native(facade: Facade[N], method: Callable[Concatenate[N, P], R]) -> Callable[P, R]:
+    """The method of that name of the native object, whose class may override it."""
+    bound: Callable[P, R] = getattr(facade.native, method.__name__)
+    return bound

@@ -9,7 +9,7 @@ A checkpoint holds the values of references, never references: each value once p
 Resuming into a storage that keeps references puts each value back once, owned by the resuming process; groups that
 shared a value then have one each. A group whose value is lost ends as failed, in the storage and in the checkpoint.
 
-All checksums are verified before a resume changes anything; `checkpoint.contents` decodes what was saved.
+All checksums are verified before a resume changes anything; `checkpoint.format` decodes what was saved.
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from forebay.checkpoint.contents import saved_accounts, saved_rows
 from forebay.checkpoint.files import FileOps
-from forebay.checkpoint.format import Checkpoint, CheckpointWriter, Manifest, open_checkpoint
+from forebay.checkpoint.format import (
+    Checkpoint,
+    CheckpointWriter,
+    Manifest,
+    open_checkpoint,
+    saved_accounts,
+    saved_rows,
+)
 from forebay.codec.frame import encode_group
 from forebay.codec.records import encode_account, encode_record
 from forebay.core.aio import grace, in_thread, start_thread

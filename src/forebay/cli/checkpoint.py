@@ -10,8 +10,7 @@ from typing import Any
 import click
 import msgspec
 
-from forebay.checkpoint.contents import Contents, check_contents, saved_accounts
-from forebay.checkpoint.format import Checkpoint, open_checkpoint
+from forebay.checkpoint.format import Checkpoint, Contents, check_contents, open_checkpoint, saved_accounts
 from forebay.cli import show
 from forebay.core.ledger import End
 from forebay.core.report import date_text, size_text

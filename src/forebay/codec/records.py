@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 from msgspec.msgpack import Decoder, Encoder
@@ -14,27 +15,20 @@ __all__ = ["decode_account", "decode_end", "decode_record", "encode_account", "e
 
 T = TypeVar("T")
 
+
+def _decoder(kind: type[T], what: str) -> Callable[[Buffer], T]:
+    decode = Decoder(kind).decode
+
+    def decoded(data: Buffer) -> T:
+        try:
+            return decode(data)
+        except READ_ERRORS as error:
+            raise DamagedData(f"{what} cannot be read: {error}") from None
+
+    return decoded
+
+
 encode_record = encode_account = encode_end = Encoder().encode
-_record_decoder, _account_decoder, _end_decoder = Decoder(Record), Decoder(Account), Decoder(GroupEnd)
-
-
-def decode_record(data: Buffer) -> Record:
-    """A record, or DamagedData."""
-    return _decoded(_record_decoder, data, "a record")
-
-
-def decode_account(data: Buffer) -> Account:
-    """An account, or DamagedData."""
-    return _decoded(_account_decoder, data, "an account")
-
-
-def decode_end(data: Buffer) -> GroupEnd:
-    """The end of a group, or DamagedData."""
-    return _decoded(_end_decoder, data, "the end of a group")
-
-
-def _decoded(decoder: Decoder[T], data: Buffer, what: str) -> T:
-    try:
-        return decoder.decode(data)
-    except READ_ERRORS as error:
-        raise DamagedData(f"{what} cannot be read: {error}") from None
+decode_record = _decoder(Record, "a record")
+decode_account = _decoder(Account, "an account")
+decode_end = _decoder(GroupEnd, "the end of a group")

@@ -241,7 +241,7 @@ class RolloutState(msgspec.Struct, kw_only=True, gc=False, omit_defaults=True):
         return versioned_tokens(self) + (0 if self.prompt_ids is None else len(self.prompt_ids))
 
 
-Group: TypeAlias = "tuple[RolloutState, ...]"
+Group: TypeAlias = tuple[RolloutState, ...]
 
 
 # --- the fields of a sample -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Ray's object references in samples: fetch their values, put values back, and find out which are lost.
+"""Ray's object references: wait for their values, put values back, and find out which are lost.
 
 Importing this registers `ray.ObjectRef` with `core.references`. Nothing here calls `free`: Ray counts references, and
 Forebay drops its own with the rows that hold them. An object lives no longer than its owner, the process that put it or
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from forebay.core.aio import in_thread
 from forebay.core.references import register
 from forebay.errors import ReferenceLost, StorageError
 
-__all__ = ["lost", "put", "resolve"]
+__all__ = ["as_future", "lost", "put", "resolve"]
 
 _LOCATE_S = 5.0
 _ASKED_AT_ONCE = 1_000  # Ray splits requests for more than 10,000
@@ -48,28 +48,38 @@ _GONE: tuple[tuple[type[BaseException], str], ...] = (
 """Errors that mean the end of an object, subclasses first. All others may be temporary, and fail no group."""
 
 
-async def resolve(reference: ray.ObjectRef[Any]) -> Any:
-    """Wait for the value of an object without blocking the event loop; ReferenceLost if there will be none."""
+def as_future(reference: Any, *, first: Callable[[], None] | None = None) -> asyncio.Future[Any]:
+    """The value of an object, or the result of a call, as a future. `first` runs before it is done, on any thread.
+
+    Not `asyncio.wrap_future`: a cancel must not reach Ray's future, which Ray completes in any case, and the event
+    loop may be closed by then.
+    """
     loop = asyncio.get_running_loop()
     arrival: asyncio.Future[Any] = loop.create_future()
 
-    def hand_over(future: concurrent.futures.Future[Any]) -> None:
+    def hand_over(source: concurrent.futures.Future[Any]) -> None:
         if arrival.done():  # the caller was cancelled
             return
-        error = future.exception()
+        error = source.exception()
         if error is None:
-            arrival.set_result(future.result())
+            arrival.set_result(source.result())
         else:
             arrival.set_exception(error)
 
-    def arrived(future: concurrent.futures.Future[Any]) -> None:
-        with suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(hand_over, future)
+    def arrived(source: concurrent.futures.Future[Any]) -> None:
+        if first is not None:
+            first()
+        with suppress(RuntimeError):  # the event loop is closed: nothing waits for the result
+            loop.call_soon_threadsafe(hand_over, source)
 
-    # Not awaited itself: a cancel here must not reach Ray's future, which Ray completes in any case.
     reference.future().add_done_callback(arrived)
+    return arrival
+
+
+async def resolve(reference: ray.ObjectRef[Any]) -> Any:
+    """Wait for the value of an object without blocking the event loop; ReferenceLost if there will be none."""
     try:
-        return await arrival
+        return await as_future(reference)
     except exceptions.RayError as error:
         reason = next((reason for kind, reason in _GONE if isinstance(error, kind)), None)
         if reason is None:
@@ -84,11 +94,11 @@ def _cause(error: BaseException) -> str:
 
 
 def put(value: Any) -> ray.ObjectRef[Any]:
-    """A new object, owned by this process; StorageError if there is no room for it."""
+    """A new object, owned by this process; StorageError if it does not fit."""
     try:
         return ray.put(value)
     except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError) as error:
-        raise StorageError(f"no room in Ray's object store for the value of a reference: {error}") from error
+        raise StorageError(f"Ray's object store is too full for the value of a reference: {error}") from error
 
 
 async def lost(references: Iterable[ray.ObjectRef[Any]]) -> dict[ray.ObjectRef[Any], str]:

@@ -1,31 +1,30 @@
-"""The table of operations: one row for each operation of a hosted storage.
+"""The table of operations: one row for each operation of a hosted storage, made from the storage contract.
 
-A row names the types in which arguments and result travel, whether the operation changes something, which hosts of a
-sharded buffer it concerns, and how their answers become one. `TableStorage` makes the methods of a storage from the
-rows; clients, shards and hosts all read them. A new operation of the storage contract is one new row here.
+The signature of an operation tells in which types its arguments and its result travel, and by which argument several
+hosts share the work; `TableStorage` has its method, and hosts run it on their storage. So a new operation of the
+contract needs no line in `forebay.ray`, unless the sum of several hosts' answers is not what it means
+(see `ShardedStorage`). `HostOperations` has the operations that only hosts have.
 """
 
 from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from abc import update_abstractmethods
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from functools import wraps
 from types import UnionType
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeAlias, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Protocol, get_args, get_origin
 
-from forebay.core.ledger import Account, Clock, Event, GroupEnd, Record
-from forebay.core.rollout import Status
-from forebay.ray.wire import ArrivalHead, ClaimedHead, ContentHead, RevisionHead, RowHead
-from forebay.storage.base import Claim, Reaped, Storage, Summary
+from forebay.core.capacity import Settings
+from forebay.core.ledger import Account, Row
+from forebay.core.query import Node
+from forebay.storage.base import Claim, Reaped, Storage
 
 __all__ = ["OPERATIONS", "Operation", "Route", "TableStorage"]
 
-T = TypeVar("T")
-P = ParamSpec("P")
-
-Merge: TypeAlias = "Callable[[Sequence[Any], Sequence[Any]], Any]"
-"""Makes one answer of the answers of several hosts and the arguments of the call."""
+_REPEATABLE = frozenset(("due", "note_ends", "ends", "forget_ends", "summary", "records", "read"))
+"""Operations that may happen twice. The calls of all others are numbered, so that they happen once."""
 
 
 class Route(enum.Enum):
@@ -36,61 +35,33 @@ class Route(enum.Enum):
     UID = "the hosts of the rows in the argument that is split"
 
 
-def nothing(answers: Sequence[Any], arguments: Sequence[Any]) -> None:
-    """No answer."""
-
-
-def union(answers: Sequence[Mapping[Any, Any]], arguments: Sequence[Any]) -> dict[Any, Any]:
-    """Mappings without a common key as one."""
-    return {key: value for answer in answers for key, value in answer.items()}
-
-
-def total(answers: Sequence[int], arguments: Sequence[Any]) -> int:
-    """The sum."""
-    return sum(answers)
-
-
-def first_by_uid(answers: Sequence[list[Record]], arguments: Sequence[Any]) -> list[Record]:
-    """All records in order of uid, up to the limit of the call."""
-    _, limit = arguments
-    return sorted([record for answer in answers for record in answer], key=lambda record: record.uid)[:limit]
-
-
 class Operation:
-    """One row of the table.
+    """One row of the table, read from the signature of a method.
 
-    `arguments` and `result` are the types in which they travel. `changes`: a call that arrives twice must happen once.
-    `carried`: the position of an argument that only Ray can carry. `split`: the position of the argument by which the
-    operation is routed: a task, a uid, or a list or mapping of them. The answers to the parts of a list are lists.
+    `arguments` and `result` are the types in which they travel; `carried` is the position of an argument that only Ray
+    can carry. `split` is the position of the argument by which the operation is routed: a task, a uid, or a list or
+    mapping of them.
     """
 
-    def __init__(
-        self,
-        name: str,
-        arguments: Any,
-        result: Any,
-        *,
-        changes: bool = True,
-        carried: int | None = None,
-        route: Route = Route.ALL,
-        split: int = 0,
-        merge: Merge = nothing,
-    ) -> None:
-        self.name = name
-        self.arguments = arguments
-        self.result = result
-        self.changes = changes
-        self.carried = carried
-        self.route = route
-        self.split = split
-        self.merge = merge
-        self.parameters: Mapping[str, inspect.Parameter] = {}
-        self._collections = [_collection(kind) for kind in get_args(arguments)]
+    def __init__(self, method: Callable[..., Coroutine[Any, Any, Any]]) -> None:
+        self.name = method.__name__
+        self.changes = self.name not in _REPEATABLE
+        self._signature = inspect.signature(method, eval_str=True)
+        self.parameters = list(self._signature.parameters)[1:]
+        kinds = [self._signature.parameters[name].annotation for name in self.parameters]
+        self._collections = [_collection(kind) for kind in kinds]
+        self.carried = next((index for index, kind in enumerate(kinds) if kind in (Node, Settings)), None)
+        self.arguments = tuple[tuple(None if index == self.carried else kind for index, kind in enumerate(kinds))]  # type: ignore[misc]
+        self.result = self._signature.return_annotation
+        routes = [_route(name, kind) for name, kind in zip(self.parameters, kinds, strict=True)]
+        self.split = next((index for index, route in enumerate(routes) if route is not Route.ALL), 0)
+        self.route = routes[self.split] if routes else Route.ALL
 
     def bound(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The arguments of a call in the order of the parameters, with collections as lists and dictionaries."""
-        rest = [*self.parameters.values()][len(args) :]
-        values = [*args, *[kwargs.get(parameter.name, parameter.default) for parameter in rest]]
+        bound = self._signature.bind(None, *args, **kwargs)
+        bound.apply_defaults()
+        _, *values = bound.arguments.values()
         return tuple(
             value if make is None or value is None or type(value) is make else make(value)
             for value, make in zip(values, self._collections, strict=True)
@@ -98,56 +69,44 @@ class Operation:
 
     def call(self, storage: Storage, arguments: Sequence[Any]) -> Coroutine[Any, Any, Any]:
         """Run the operation on a storage."""
-        positional, named = [], {}
-        for parameter, value in zip(self.parameters.values(), arguments, strict=True):
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                named[parameter.name] = value
-            else:
-                positional.append(value)
-        running: Coroutine[Any, Any, Any] = getattr(storage, self.name)(*positional, **named)
+        running: Coroutine[Any, Any, Any] = getattr(storage, self.name)(
+            **dict(zip(self.parameters, arguments, strict=True))
+        )
         return running
 
 
-def _collection(kind: Any) -> Any:
+def _collection(kind: Any) -> type[list[Any]] | type[dict[Any, Any]] | None:
     """`list` or `dict`, if arguments travel as one."""
-    parts = get_args(kind) if isinstance(kind, UnionType) else (kind,)
-    return next((origin for part in parts if (origin := get_origin(part)) in (list, dict)), None)
+    for part in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+        origin = get_origin(part)
+        if isinstance(origin, type) and issubclass(origin, Collection) and origin is not tuple:
+            return dict if issubclass(origin, Mapping) else list
+    return None
 
 
-OPERATIONS: dict[str, Operation] = {
-    operation.name: operation
-    for operation in (
-        # Not in the contract: streams through many calls, and claims whose caller has gone.
-        Operation("withdraw", tuple[int, Claim], None),
-        Operation("snapshot", tuple[()], tuple[dict[str, Account], int, int, str]),
-        Operation("stream", tuple[str], list[RowHead]),
-        Operation("end_stream", tuple[str], None),
-        Operation("restore", tuple[dict[str, Account], int, int], str),
-        Operation("restore_rows", tuple[str, list[RowHead]], bool),
-        Operation("end_restore", tuple[str, bool], None),
-    )
-}
-"""All operations that a host knows, by name."""
+def _route(name: str, kind: Any) -> Route:
+    """How an argument of this name and type divides an operation."""
+    collection = _collection(kind)
+    item = get_args(kind)[0] if collection else None
+    fields = getattr(item, "__struct_fields__", ())
+    if name == "task_name" or "task_name" in fields or (collection is dict and item is str):
+        return Route.TASK
+    if name == "uid" or "uid" in fields or item is int:
+        return Route.UID
+    return Route.ALL
 
 
-def _row(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], arguments: Any, result: Any, **more: Any
-) -> Callable[Concatenate[TableStorage, P], Coroutine[Any, Any, T]]:
-    """An operation of the contract, as a method that runs it by `TableStorage._run`."""
-    operation = OPERATIONS[method.__name__] = Operation(method.__name__, arguments, result, **more)
-    operation.parameters = {name: each for name, each in inspect.signature(method).parameters.items() if name != "self"}
+class HostOperations(Protocol):
+    """Operations that are not in the contract, or other there: claims whose caller has gone, streams in many calls."""
 
-    @wraps(method)
-    async def call(self: TableStorage, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        answer: T = await self._run(operation, operation.bound(args, kwargs))
-        return answer
-
-    call.__isabstractmethod__ = False  # type: ignore[attr-defined]
-    return call
-
-
-_BY_TASK, _BY_UID = {"route": Route.TASK}, {"route": Route.UID}
-_COUNTS = dict[str, int]
+    async def open(self, owner: str, settings: Settings, lease_s: float | None) -> str | None: ...
+    async def withdraw(self, sequence: int, claim: Claim) -> None: ...
+    async def snapshot(self) -> tuple[dict[str, Account], int, int, str]: ...
+    async def stream(self, stream_id: str) -> list[Row]: ...
+    async def end_stream(self, stream_id: str) -> None: ...
+    async def restore(self, accounts: dict[str, Account], next_uid: int, next_timestamp_id: int) -> str: ...
+    async def restore_rows(self, restore_id: str, rows: list[Row]) -> bool: ...
+    async def end_restore(self, restore_id: str, complete: bool) -> None: ...
 
 
 class TableStorage(Storage):
@@ -161,25 +120,23 @@ class TableStorage(Storage):
     async def reap(self) -> Reaped:
         return Reaped({}, None)
 
-    open = _row(Storage.open, tuple[str, None, float | None], str | None, carried=1)
-    close = _row(Storage.close, tuple[str], None)
-    issue = _row(Storage.issue, tuple[str, list[ContentHead], str, int, bytes | None], list[Record], **_BY_TASK)
-    put = _row(Storage.put, tuple[list[ArrivalHead], str], list[Record], **_BY_TASK)
-    claim = _row(Storage.claim, tuple[Claim], ClaimedHead)
-    undo = _row(Storage.undo, tuple[Claim, dict[str, list[RowHead]]], None, split=1, **_BY_TASK)
-    settle = _row(Storage.settle, tuple[str, list[int], Event, str | None], None, split=1, **_BY_UID)
-    release = _row(Storage.release, tuple[str], _COUNTS, merge=union)
-    advance = _row(Storage.advance, tuple[dict[str, Clock]], None, **_BY_TASK)
-    due = _row(Storage.due, tuple[str, list[Status], int], list[RowHead], changes=False, **_BY_TASK)
-    revise = _row(Storage.revise, tuple[list[RevisionHead]], list[bool], **_BY_UID)
-    discard = _row(Storage.discard, tuple[None, str], _COUNTS, carried=0, merge=union)
-    fail = _row(Storage.fail, tuple[dict[int, str]], _COUNTS, merge=union, **_BY_UID)
-    set_priority = _row(Storage.set_priority, tuple[dict[int, float]], int, merge=total, **_BY_UID)
-    saved = _row(Storage.saved, tuple[int], None)
-    rewind = _row(Storage.rewind, tuple[int], _COUNTS, merge=union)
-    note_ends = _row(Storage.note_ends, tuple[()], None, changes=False)
-    ends = _row(Storage.ends, tuple[str, int], list[tuple[int, GroupEnd]], changes=False)
-    forget_ends = _row(Storage.forget_ends, tuple[list[int]], None, changes=False)
-    summary = _row(Storage.summary, tuple[list[str] | None, bool], Summary, changes=False)
-    records = _row(Storage.records, tuple[None, int | None], list[Record], changes=False, carried=0, merge=first_by_uid)
-    read = _row(Storage.read, tuple[int], RowHead | None, changes=False, **_BY_UID)
+
+def _method(operation: Operation, contract: Callable[..., Any]) -> Any:
+    @wraps(contract)
+    async def call(self: TableStorage, /, *args: Any, **kwargs: Any) -> Any:
+        return await self._run(operation, operation.bound(args, kwargs))
+
+    call.__isabstractmethod__ = False  # type: ignore[attr-defined]
+    return call
+
+
+OPERATIONS: dict[str, Operation] = {}
+"""All operations that a host knows, by name."""
+
+for _name in TableStorage.__abstractmethods__ - {"snapshot", "restore"}:  # not these: their rows are streams
+    _contract = getattr(Storage, _name)
+    if inspect.iscoroutinefunction(_contract):
+        OPERATIONS[_name] = Operation(_contract)
+        setattr(TableStorage, _name, _method(OPERATIONS[_name], _contract))
+update_abstractmethods(TableStorage)  # type: ignore[type-abstract]
+OPERATIONS |= {name: Operation(method) for name, method in vars(HostOperations).items() if not name.startswith("_")}

@@ -8,6 +8,7 @@ by itself), a host that is gone, with the number of groups that were lost with i
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import os
 import threading
@@ -21,7 +22,7 @@ import ray
 from ray import exceptions
 
 import forebay
-from forebay.core.aio import in_thread
+from forebay.core.aio import ignore_exception, in_thread
 from forebay.errors import (
     BufferLost,
     ForebayError,
@@ -34,11 +35,11 @@ from forebay.errors import (
 from forebay.ray import wire
 from forebay.ray.host import notes
 from forebay.ray.host.actor import NAMESPACE, actor_name
-from forebay.ray.parcel import Frames, Parcel, arguments_of, message_of_results, returns_for
+from forebay.ray.references import as_future
 from forebay.ray.table import Operation
-from forebay.ray.wire import Answer, Hello
+from forebay.ray.wire import Answer, Frames, Hello, Parcel, arguments_of, message_of_results, returns_for
 
-__all__ = ["Link", "Reply", "check_cluster", "find_host", "heard"]
+__all__ = ["Link", "Reply", "check_cluster", "find_host", "first_line", "heard"]
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,11 @@ def check_cluster() -> None:
         raise NoCluster(
             "this process has not joined a Ray cluster; call ray.init(address=...) first, or ray.init() for a local one"
         )
+
+
+def first_line(error: BaseException | None) -> str:
+    """The type and the first line of an error: Ray's messages fill a page."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
 
 def heard(beats: Sequence[Any], timeout_s: float) -> None:
@@ -110,7 +116,7 @@ class Link:
         self._guard = threading.RLock()
         self._last = 0
         self._stand: wire.Stand | None = None
-        self._methods: dict[int, Any] = {}
+        self._method = functools.cache(lambda returns: actor.call.options(num_returns=returns))
         self._rest: weakref.WeakKeyDictionary[asyncio.Future[Any], list[Any]] = weakref.WeakKeyDictionary()
         self._open: set[int] = set()  # numbers of calls whose answer was not seen yet
 
@@ -123,8 +129,8 @@ class Link:
             dead = isinstance(error, exceptions.RayActorError)
             note = notes.read_note(actor._actor_id.hex()) if dead else None
             if note is not None:
-                raise lost(name, note, _short(error)) from error
-            raise StorageUnavailable(f"the host of buffer {name!r} does not answer: {_short(error)}") from error
+                raise lost(name, note, first_line(error)) from error
+            raise StorageUnavailable(f"the host of buffer {name!r} does not answer: {first_line(error)}") from error
         answer: Answer = wire.decoded(head, Answer)
         if answer.failure is not None:
             raise wire.error_of(answer.failure)
@@ -157,19 +163,13 @@ class Link:
             self.seen(sequence)  # it was never sent
             raise
 
-    def _method(self, returns: int) -> Any:
-        method = self._methods.get(returns)
-        if method is None:
-            method = self._methods[returns] = self._actor.call.options(num_returns=returns)
-        return method
-
     def _future(self, method: Any, *args: Any) -> asyncio.Future[Any]:
         check_cluster()  # a call from outside of a cluster would have Ray start one
         try:
             sent = method.remote(*args)
             first, rest = (sent[0], sent[1:]) if isinstance(sent, list) else (sent, [])
-            future = asyncio.wrap_future(first.future())
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have gone
+            future = as_future(first)
+            future.add_done_callback(ignore_exception)  # its caller may have gone
             if rest:
                 self._rest[future] = rest
             return future
@@ -264,22 +264,22 @@ class Link:
         """An error of Ray as one of ours."""
         name = self.hello.name
         if isinstance(error, exceptions.RayTaskError):
-            return StorageError(f"the host of buffer {name!r} failed: {_short(error)}")
+            return StorageError(f"the host of buffer {name!r} failed: {first_line(error)}")
         if isinstance(error, exceptions.ActorUnavailableError):
             return StorageUnavailable(
-                f"the host of buffer {name!r} cannot be reached just now ({_short(error)}); try again"
+                f"the host of buffer {name!r} cannot be reached just now ({first_line(error)}); try again"
             )
         if isinstance(error, (exceptions.RayActorError, exceptions.ActorUnschedulableError)):
             note = await self.note()
             if note is not None:
-                return lost(name, note, _short(error))
+                return lost(name, note, first_line(error))
             if self.hello.durable:
                 return StorageUnavailable(
-                    f"the host of buffer {name!r} is gone and does not come back ({_short(error)}); its groups are "
+                    f"the host of buffer {name!r} is gone and does not come back ({first_line(error)}); its groups are "
                     "in its storage: create the buffer again on it"
                 )
-            return NoSuchBuffer(f"the buffer {name!r} was destroyed ({_short(error)})")
-        return StorageUnavailable(f"the call to the host of buffer {name!r} failed: {_short(error)}")
+            return NoSuchBuffer(f"the buffer {name!r} was destroyed ({first_line(error)})")
+        return StorageUnavailable(f"the call to the host of buffer {name!r} failed: {first_line(error)}")
 
     async def note(self) -> notes.Note | None:
         """The last known ledger of a host that was lost; None if its storage is durable, or it was destroyed."""
@@ -291,8 +291,3 @@ class Link:
         except Exception as error:  # the cluster is gone; its errors then have no type
             log.warning("note_unreadable buffer=%s %s", self.hello.name, error)
             return None
-
-
-def _short(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200] if lines else ''}"

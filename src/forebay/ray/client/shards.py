@@ -12,21 +12,21 @@ import asyncio
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 from msgspec.structs import replace
 
 from forebay.core.aio import uncancelled
 from forebay.core.capacity import Usage
-from forebay.core.ledger import Account, Event, GroupEnd, Place, Row
-from forebay.core.query import And, Compare, Member
-from forebay.errors import InvalidInput, LostLease, StorageError
+from forebay.core.ledger import Account, Event, GroupEnd, Place, Record, Row
+from forebay.core.query import And, Compare, Member, Node
+from forebay.errors import LostLease, StorageError
 from forebay.ray.client.link import heard
 from forebay.ray.client.storage import RayStorage, Restore
 from forebay.ray.host.operations import UID_BITS
-from forebay.ray.table import Operation, Route, TableStorage, union
+from forebay.ray.table import OPERATIONS, Operation, Route, TableStorage
 from forebay.storage.base import Claim, Claimed, Listener, Ready, Rows, Snapshot, Summary
-from forebay.storage.rules import lost_lease
+from forebay.storage.rules import StreamCheck, lost_lease
 from forebay.storage.urls import IN_MEMORY, SQLITE_URL
 
 __all__ = ["MAX_SHARDS", "ShardedStorage", "shard_of", "shard_url"]
@@ -81,26 +81,28 @@ class ShardedStorage(TableStorage):
     async def _run(self, operation: Operation, arguments: tuple[Any, ...]) -> Any:
         """Run an operation on the hosts that it concerns; on several of them in order, unless it concerns all."""
         if operation.route is Route.ALL:
-            answers = await asyncio.gather(*[operation.call(shard, arguments) for shard in self._shards])
-            return operation.merge(answers, arguments)
-        before, whole, after = (
-            arguments[: operation.split],
-            arguments[operation.split],
-            arguments[operation.split + 1 :],
-        )
+            return _merged(await asyncio.gather(*[operation.call(shard, arguments) for shard in self._shards]))
+        whole = arguments[operation.split]
         if not isinstance(whole, (list, dict)):
             return await operation.call(self._shards[self._index(operation.route, whole)], arguments)
-        if isinstance(whole, dict):
-            parts = [
-                (shard, {key: whole[key] for key in keys}) for shard, keys in self._by_shard(operation.route, whole)
-            ]
-            answers = [await operation.call(shard, (*before, part, *after)) for shard, part in parts]
-            return operation.merge(answers, arguments)
-        found: dict[int, Any] = {}
-        for shard, indexes in self._by_shard(operation.route, range(len(whole)), whole.__getitem__):
-            answer = await operation.call(shard, (*before, [whole[index] for index in indexes], *after))
-            found |= zip(indexes, answer, strict=True)
-        return [found[index] for index in range(len(whole))]
+        if not whole:  # no host is concerned: an empty answer
+            kind = get_origin(operation.result) or operation.result
+            return None if kind is None else kind()
+        before, after = arguments[: operation.split], arguments[operation.split + 1 :]
+        if isinstance(whole, list):
+            parts = self._by_shard(operation.route, range(len(whole)), whole.__getitem__)
+        else:
+            parts = self._by_shard(operation.route, whole)
+        answers = []
+        for shard, keys in parts:
+            values = [whole[key] for key in keys]
+            part = values if isinstance(whole, list) else dict(zip(keys, values, strict=True))
+            answers.append(await operation.call(shard, (*before, part, *after)))
+        if isinstance(answers[0], list):  # one item of the answer for each item of the argument
+            indexes = [index for _, part in parts for index in part]
+            found = dict(zip(indexes, _merged(answers), strict=True))
+            return [found[index] for index in range(len(whole))]
+        return _merged(answers)
 
     def _index(self, route: Route, item: Any) -> int:
         """The number of the host of a task or a row, given by itself or by something that names it."""
@@ -122,7 +124,7 @@ class ShardedStorage(TableStorage):
 
     def beat(self, owner: str) -> None:
         # All are sent before any answer is awaited: a host that does not answer must not cost leases on the others.
-        heard([shard.send_beat(owner) for shard in self._shards], self._shards[0].beat_timeout_s)
+        heard([shard.link.beat(owner) for shard in self._shards], self._shards[0].beat_timeout_s)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         ends = [shard.subscribe(listener) for shard in self._shards]
@@ -172,11 +174,11 @@ class ShardedStorage(TableStorage):
             if not complete:
                 await uncancelled(_undo(granted))
         answers = [claimed for _, _, claimed in granted]
-        rows: Rows = union([claimed.rows or {} for claimed in answers], ())
+        rows: Rows = _merged([claimed.rows or {} for claimed in answers])
         return Claimed(
             {name: rows.get(name, []) for name in claim.wants} if complete else None,
             tuple(name for claimed in answers for name in claimed.due),
-            union([claimed.limits for claimed in answers], ()),
+            _merged([claimed.limits for claimed in answers]),
         )
 
     async def _missing(self, claim: Claim) -> Claimed | None:
@@ -230,7 +232,7 @@ class ShardedStorage(TableStorage):
         used = [summary.usage for summary in found]
         steps = [summary.saved_step for summary in found if summary.saved_step is not None]
         return Summary(
-            union([summary.tasks for summary in found], ()),
+            _merged([summary.tasks for summary in found]),
             Usage(
                 sum(each.groups for each in used), sum(each.bytes for each in used), sum(each.reserved for each in used)
             ),
@@ -238,12 +240,16 @@ class ShardedStorage(TableStorage):
             max(steps) if len(steps) == len(found) else None,  # of the shard that has dropped most
         )
 
+    async def records(self, node: Node, limit: int | None) -> list[Record]:
+        found: list[Record] = await self._run(OPERATIONS["records"], (node, limit))
+        return sorted(found, key=lambda record: record.uid)[:limit]
+
     # --- streams --------------------------------------------------------------------------------------
 
     async def snapshot(self) -> Snapshot:
         snapshots = await asyncio.gather(*[shard.snapshot() for shard in self._shards])
         return Snapshot(
-            union([snapshot.accounts for snapshot in snapshots], ()),
+            _merged([snapshot.accounts for snapshot in snapshots]),
             max(snapshot.next_uid for snapshot in snapshots),
             max(snapshot.next_timestamp_id for snapshot in snapshots),
             _chained([snapshot.rows for snapshot in snapshots]),
@@ -256,22 +262,20 @@ class ShardedStorage(TableStorage):
         restores: list[Restore] = []
         uids = [index << UID_BITS for index in range(count)]
         failure: BaseException | None = None
-        complete, last_uid = True, 0
+        complete, check = True, StreamCheck(accounts, next_uid, next_timestamp_id)
         try:
             for index, shard in enumerate(self._shards):
                 mine = {name: account for name, account in accounts.items() if shard_of(name, count) == index}
                 restores.append(await shard.begin_restore(mine, uids[index] + _RESTORED_UIDS, next_timestamp_id))
             async for row in rows:
-                if not last_uid < row.record.uid < next_uid:
-                    raise InvalidInput(
-                        f"row {row.record.uid} does not follow row {last_uid} below {next_uid}; nothing restored"
-                    )
-                last_uid = row.record.uid
+                check.row(row.record)
                 index = shard_of(row.record.task_name, count)
                 uids[index] += 1
                 complete = await restores[index].add(Row(replace(row.record, uid=uids[index]), row.group))
                 if not complete:
                     break
+            else:
+                check.end()
         except BaseException as error:
             failure, complete = error, False
         ending = [restore.end(complete=complete) for restore in restores]
@@ -287,6 +291,16 @@ class ShardedStorage(TableStorage):
             ) from refused[0]
         if refused:
             raise refused[0]
+
+
+def _merged(answers: Sequence[Any]) -> Any:
+    """The answers of several hosts as one: lists, counts, mappings without a common key, or nothing."""
+    first = answers[0] if answers else {}
+    if first is None or isinstance(first, int):
+        return None if first is None else sum(answers)
+    if isinstance(first, list):
+        return [item for answer in answers for item in answer]
+    return {key: value for answer in answers for key, value in answer.items()}
 
 
 async def _watched(watches: Sequence[Coroutine[Any, Any, None]], return_when: str) -> None:

@@ -20,8 +20,8 @@ from forebay.core.references import resolve_group
 from forebay.errors import BufferLost, ForebayError, StorageUnavailable
 from forebay.ray import references, wire
 from forebay.ray.client.link import Link, Reply, heard
-from forebay.ray.parcel import Parcel
 from forebay.ray.table import OPERATIONS, Operation, TableStorage
+from forebay.ray.wire import Parcel
 from forebay.storage.base import Claim, Claimed, Content, Listener, Ready, Rows, Snapshot, Summary
 from forebay.storage.idempotency import taken_for_good
 
@@ -46,7 +46,7 @@ class RayStorage(TableStorage):
     """A storage that another process of the cluster hosts."""
 
     def __init__(self, link: Link) -> None:
-        self._link = link
+        self.link = link
         self._store_id = link.hello.store_id
         self._listeners: list[Listener] = []
         self._heard = 0  # the version of the storage in the last answer
@@ -55,11 +55,11 @@ class RayStorage(TableStorage):
         self.beat_timeout_s = _BEAT_TIMEOUT_S
 
     def __repr__(self) -> str:
-        return f"<RayStorage {self._link.hello.name!r}: {self._buffered} buffered groups>"
+        return f"<RayStorage {self.link.hello.name!r}: {self._buffered} buffered groups>"
 
     @property
     def durable(self) -> bool:  # type: ignore[override]
-        return self._link.hello.durable
+        return self.link.hello.durable
 
     @property
     def store_id(self) -> str | None:
@@ -72,23 +72,23 @@ class RayStorage(TableStorage):
 
     async def _run(self, operation: Operation, arguments: tuple[Any, ...]) -> Any:
         """One call. If a change is cancelled, its answer is awaited all the same, so that listeners hear of it."""
-        parcel = Parcel(checksums=self._link.hello.checksums)
+        parcel = Parcel(checksums=self.link.hello.checksums)
         packed = [await _packed(argument, parcel) for argument in arguments]
         if operation.carried is not None:
             parcel.objects.append(packed[operation.carried])
             packed[operation.carried] = None
-        sequence, future = self._link.begin(operation, packed, parcel)
+        sequence, future = self.link.begin(operation, packed, parcel)
         if operation.changes:
             try:
                 cancelled = await self._answered(sequence, future)
             finally:
-                self._link.seen(sequence)
+                self.link.seen(sequence)
             if cancelled is not None:
                 if future.done():
                     with suppress(Exception):  # the caller gets its cancel in any case
-                        self._learn(await self._link.finish(future))
+                        self._learn(await self.link.finish(future))
                 raise cancelled
-        return self._learn(await self._link.finish(future)).read(operation.result)
+        return self._learn(await self.link.finish(future)).read(operation.result)
 
     async def _answered(self, sequence: int, future: asyncio.Future[Any]) -> asyncio.CancelledError | None:
         """Wait for the answer of a call; returns the cancel that arrived meanwhile.
@@ -96,12 +96,12 @@ class RayStorage(TableStorage):
         After a cancel it waits a few seconds at most: a host that is restarting may take long.
         """
         try:
-            await self._link.answered(future)
+            await self.link.answered(future)
         except asyncio.CancelledError as cancelled:
             patience = asyncio.ensure_future(asyncio.wait((future,), timeout=_PATIENCE_S))
             await see_through(patience)
             if not future.done():
-                log.warning("call_left_behind buffer=%s sequence=%d", self._link.hello.name, sequence)
+                log.warning("call_left_behind buffer=%s sequence=%d", self.link.hello.name, sequence)
             return cancelled
         return None
 
@@ -140,19 +140,15 @@ class RayStorage(TableStorage):
     async def close(self, owner: str) -> None:
         try:
             async with asyncio.timeout(_CLOSE_S):
-                await super().close(owner)
+                await self._run(OPERATIONS["close"], (owner,))
         except (BufferLost, StorageUnavailable) as gone:  # the owner holds nothing there any more, or not for long
             log.info("closed_without_host owner=%s %s", owner, gone)
         except TimeoutError:
             # Its heartbeats have ended: its groups come back at its deadline.
-            log.warning("closed_without_host owner=%s buffer=%s does not answer", owner, self._link.hello.name)
+            log.warning("closed_without_host owner=%s buffer=%s does not answer", owner, self.link.hello.name)
 
     def beat(self, owner: str) -> None:
-        heard([self.send_beat(owner)], self.beat_timeout_s)
-
-    def send_beat(self, owner: str) -> Any:
-        """A heartbeat whose answer the caller waits for, for at most `beat_timeout_s`."""
-        return self._link.beat(owner)
+        heard([self.link.beat(owner)], self.beat_timeout_s)
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
         self._listeners.append(listener)
@@ -164,7 +160,7 @@ class RayStorage(TableStorage):
     async def watch_since(self, ready: Ready | None, version: int | None = None) -> None:
         """One long call: until something changed after a version (None: the last answer) and `ready` may hold."""
         since = self._heard if version is None else version
-        answer = await self._link.wait((uuid.uuid4().hex, since, ready))
+        answer = await self.link.wait((uuid.uuid4().hex, since, ready))
         if answer.version < since:  # from a host that was restarted on a node whose clock is behind
             self._heard = 0
         self._news(answer)
@@ -174,15 +170,15 @@ class RayStorage(TableStorage):
     async def claim(self, claim: Claim) -> Claimed:
         while True:
             expected = self._group_bytes * sum(claim.wants.values())
-            sequence, future = self._link.begin(OPERATIONS["claim"], (claim,), Parcel(), expected_bytes=expected)
+            sequence, future = self.link.begin(OPERATIONS["claim"], (claim,), Parcel(), expected_bytes=expected)
             try:
                 cancelled = await self._answered(sequence, future)
                 if cancelled is not None:
                     await self._withdraw(sequence, claim, future)
                     raise cancelled
-                reply = self._learn(await self._link.finish(future))
+                reply = self._learn(await self.link.finish(future))
                 try:
-                    claimed: Claimed = reply.read(wire.ClaimedHead)
+                    claimed: Claimed = reply.read(Claimed)
                     rows = [row for found in (claimed.rows or {}).values() for row in found]
                     lost = await _lost(rows, reply)
                 except BaseException:
@@ -193,22 +189,22 @@ class RayStorage(TableStorage):
                     await self.fail(lost)
                     continue
             finally:
-                self._link.seen(sequence)
+                self.link.seen(sequence)
             for row in rows:
                 if taken_for_good(row.record):
                     number_rollouts(row.group, row.record.group_id)
             if rows:
                 self._group_bytes += (reply.size / len(rows) - self._group_bytes) / 2
             if reply.size > _CONFIRM_BYTES or reply.frames.objects:
-                self._link.confirm()
+                self.link.confirm()
             return claimed
 
     async def _withdraw(self, sequence: int, claim: Claim, future: asyncio.Future[Any]) -> None:
         """Put back the groups of a claim that nobody will get, whatever else happens."""
         operation = OPERATIONS["withdraw"]
         if not future.done():  # the host does not answer: it gets both calls when it does
-            number, left = self._link.begin(operation, (sequence, claim), Parcel())
-            left.add_done_callback(lambda _: self._link.seen(number))
+            number, left = self.link.begin(operation, (sequence, claim), Parcel())
+            left.add_done_callback(lambda _: self.link.seen(number))
             return
         if future.cancelled() or future.exception() is not None:
             return
@@ -216,7 +212,7 @@ class RayStorage(TableStorage):
         await see_through(withdrawing)
         error = None if withdrawing.cancelled() else withdrawing.exception()
         if error is not None:
-            log.warning("claim_not_withdrawn buffer=%s %s", self._link.hello.name, error)
+            log.warning("claim_not_withdrawn buffer=%s %s", self.link.hello.name, error)
 
     async def undo(self, claim: Claim, rows: Rows) -> None:
         if self.durable:
@@ -224,12 +220,13 @@ class RayStorage(TableStorage):
                 task_name: [Row(row.record, await resolve_group(row.group)) for row in found]
                 for task_name, found in rows.items()
             }
-        await super().undo(claim, rows)
+        await self._run(OPERATIONS["undo"], (claim, rows))
 
     async def issue(
         self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
     ) -> list[Record]:
-        records = await super().issue(task_name, contents, owner=owner, cursor=cursor, source_state=source_state)
+        issued = (task_name, list(contents), owner, cursor, source_state)
+        records: list[Record] = await self._run(OPERATIONS["issue"], issued)
         for content, record in zip(contents, records, strict=False):
             identify(content.group, task_name, record.group_id)
         return records
@@ -239,9 +236,11 @@ class RayStorage(TableStorage):
     async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
         """See `Storage.summary`. The summary of all tasks is also there when the host is lost: from its last note."""
         try:
-            return await super().summary(tasks, holdings=holdings)
+            asked = None if tasks is None else list(tasks)
+            summary: Summary = await self._run(OPERATIONS["summary"], (asked, holdings))
+            return summary
         except BufferLost:
-            note = await self._link.note() if tasks is None else None
+            note = await self.link.note() if tasks is None else None
             if note is None:
                 raise
             return note.summary()

@@ -2,6 +2,10 @@
 
 Most operations run on the storage as they are. This file has the others: owners that come and leave, claims that may be
 withdrawn by a caller that has gone, and snapshots and restores, whose rows travel in many calls.
+
+A host in memory keeps groups as they came over the wire (`FrameStorage`), so that a group is encoded once, by the
+producer, and decoded once, by the trainer. The frames of one put are slices of one piece of memory, which is freed with
+the last of them. References in samples are kept beside the frame, and dropped with the row.
 """
 
 from __future__ import annotations
@@ -11,23 +15,46 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from msgspec.structs import replace
 
 from forebay.codec.frame import decode_group
 from forebay.core.capacity import Settings
-from forebay.core.ledger import Account, Row
-from forebay.core.rollout import Group
+from forebay.core.ledger import Account, Record, Row
+from forebay.core.rollout import Group, Status, group_status
 from forebay.errors import InvalidInput, LostLease
-from forebay.ray.host.frames import FrameStorage, framed
-from forebay.ray.parcel import Frames, Message
 from forebay.ray.table import Operation
-from forebay.storage.base import Claim, Claimed, Rows, Storage
+from forebay.ray.wire import Frame, Frames, Message
+from forebay.storage.base import Claim, Claimed, Content, Rows, Storage
 from forebay.storage.idempotency import CALL, Answered, Call, CallMemory
+from forebay.storage.local.engine import Engine
+from forebay.storage.local.memory import MemoryStorage, MemoryTable
+from forebay.storage.local.storage import LocalStorage
 
-__all__ = ["UID_BITS", "Book", "Exchange", "HostSpec", "Operations"]
+__all__ = ["UID_BITS", "Book", "Exchange", "FrameStorage", "HostSpec", "Operations"]
+
+
+class _FrameEngine(Engine):
+    def _keep(self, record: Record, content: Content) -> Group:
+        return content.group  # its reader gives it its identity
+
+    def _status_of(self, row: Row) -> Status:
+        frame = row.group
+        assert isinstance(frame, Frame)
+        return group_status(decode_group(frame.data, frame.references, checksum=False))
+
+    def _handed(self, rows: list[Row]) -> list[Row]:
+        return rows  # a frame never changes: no copy is needed
+
+
+class FrameStorage(MemoryStorage):
+    """MemoryStorage whose groups are frames."""
+
+    def __init__(self) -> None:
+        LocalStorage.__init__(self, _FrameEngine(lambda settings: MemoryTable(settings.order)))
+
 
 UID_BITS = 40
 """Every shard numbers its groups in its own range: the bits above these are the number of the shard."""
@@ -118,14 +145,13 @@ class Operations:
         if own is not None:
             return await own(call, *arguments)
         if "owner" in operation.parameters:
-            await self.welcome_back(arguments[list(operation.parameters).index("owner")])
+            await self.welcome_back(arguments[operation.parameters.index("owner")])
         return await operation.call(self.storage, arguments)
 
     def next_group(self, frames: Frames) -> Group:
         """The next group of a call, as the storage keeps it."""
-        start = frames.offset
-        data, references = frames.next()
-        return framed(data, start, references) if self._frames else decode_group(bytes(data), references)
+        frame = frames.next()
+        return cast(Group, frame) if self._frames else decode_group(bytes(frame.data), frame.references)
 
     # --- answers that a durable storage remembers ---------------------------------------------------
 

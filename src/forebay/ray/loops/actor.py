@@ -25,7 +25,7 @@ from forebay.core.validate import check_group
 from forebay.errors import EngineRestarted, EngineUnavailable, InvalidConfig, InvalidGroup, InvalidInput
 from forebay.prompts.sources import independent
 
-__all__ = ["KINDS", "LoopActor", "MethodCall", "RemoteError", "Reply", "Started"]
+__all__ = ["KINDS", "LoopActor", "MethodCall", "RemoteError", "Reply"]
 
 log = logging.getLogger(__name__)
 
@@ -39,12 +39,6 @@ class RemoteError(NamedTuple):
     message: str  # with its type
     traceback: str
     kind: str = "EngineError"  # or a key of `KINDS`: these errors spend no try
-
-
-class Started(NamedTuple):
-    """The actor has a loop and accepts groups."""
-
-    takes_weights_while_running: bool
 
 
 class Reply(NamedTuple):
@@ -90,8 +84,11 @@ class LoopActor:
 
     async def start(
         self, epoch: int, make_loop: Callable[[], AgentLoop], sequence: int, paused: bool, calls: Sequence[MethodCall]
-    ) -> Started | RemoteError:
-        """Make the loop if there is none, bring it up to date, and accept groups under this epoch only."""
+    ) -> bool | RemoteError:
+        """Make the loop if there is none, bring it up to date, and accept groups under this epoch only.
+
+        Returns whether the loop takes weights while it runs.
+        """
         async with self._starting:
             self._epoch = 0
             for running in self._running.values():  # no caller waits for them any more
@@ -110,7 +107,7 @@ class LoopActor:
             except Exception as error:
                 return _remote_error(error)
             self._epoch = epoch
-            return Started(bool(loop.takes_weights_while_running))
+            return bool(loop.takes_weights_while_running)
 
     async def watch(self, epoch: int) -> None:
         """Never returns while the actor runs under this epoch, so that the caller notices its death."""

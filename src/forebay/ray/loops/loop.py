@@ -29,8 +29,10 @@ from forebay.core.rollout import RolloutState, Status
 from forebay.core.validate import integer_setting, positive_seconds
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
 from forebay.prompts.sources import mark_aborted
-from forebay.ray.loops.actor import MethodCall, Reply, Started
-from forebay.ray.loops.pool import LoopPool, Phase, PooledActor, as_future, engine_error, first_line
+from forebay.ray.client.link import first_line
+from forebay.ray.loops.actor import MethodCall, RemoteError, Reply
+from forebay.ray.loops.pool import LoopPool, Phase, PooledActor, engine_error
+from forebay.ray.references import as_future
 
 __all__ = ["RayAgentLoop"]
 
@@ -330,8 +332,8 @@ def _ask_takes_weights(pool: LoopPool) -> bool:
         except exceptions.RayError as failure:
             error = EngineError(f"an actor of the agent loop did not start: {first_line(failure)}")
         else:
-            if isinstance(started, Started):
-                return started.takes_weights_while_running
+            if not isinstance(started, RemoteError):
+                return bool(started)
             error = engine_error("starting the agent loop of an actor", started)
     raise error or EngineError("no actor of the agent loop is up or starting; await start() first")
 

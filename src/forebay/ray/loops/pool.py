@@ -18,7 +18,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 from contextlib import suppress
 from enum import Enum
 from typing import Any
@@ -29,27 +28,17 @@ from ray import exceptions
 from forebay.agent_loop.base import AgentLoop
 from forebay.core.aio import ignore_exception, in_thread
 from forebay.errors import EngineError, InvalidConfig, NoCluster, WrongEventLoop
-from forebay.ray.client.link import check_cluster
-from forebay.ray.loops.actor import KINDS, LoopActor, MethodCall, RemoteError, Started
+from forebay.ray.client.link import check_cluster, first_line
+from forebay.ray.loops.actor import KINDS, LoopActor, MethodCall, RemoteError
+from forebay.ray.references import as_future
 
-__all__ = ["LoopPool", "Phase", "PooledActor", "as_future", "engine_error", "first_line"]
+__all__ = ["LoopPool", "Phase", "PooledActor", "engine_error"]
 
 log = logging.getLogger(__name__)
 
 _MAX_CONCURRENCY = 100_000  # `stop` must get through, however many groups are running
-_RESERVED_OPTIONS = frozenset(
-    (
-        "concurrency_groups",
-        "get_if_exists",
-        "lifetime",
-        "max_concurrency",
-        "max_pending_calls",
-        "max_restarts",
-        "max_task_retries",
-        "name",
-        "namespace",
-    )
-)
+_RESERVED_OPTIONS = {"concurrency_groups", "get_if_exists", "lifetime", "max_concurrency", "max_pending_calls"}
+_RESERVED_OPTIONS |= {"max_restarts", "max_task_retries", "name", "namespace"}
 _PERMANENT = (exceptions.ActorDiedError, exceptions.ActorUnschedulableError, exceptions.RuntimeEnvSetupError)
 _MAX_RETRY_S = 60.0
 
@@ -103,7 +92,6 @@ class LoopPool:
         max_groups_per_actor: int | None,
         actor_options: Mapping[str, Any] | None,
     ) -> None:
-        remote = _remote_class(actor_options)
         check_cluster()
         try:
             self._make_loop = ray.put(make_loop)  # once, for all starts
@@ -122,10 +110,7 @@ class LoopPool:
         self._next_index = 0
         self._waiting: deque[asyncio.Future[PooledActor | None]] = deque()
         self._changes: list[asyncio.Future[None]] = []  # wait for any change
-        try:
-            handles = [remote.remote() for _ in range(actors)]
-        except (TypeError, ValueError) as error:
-            raise _refused_options(actor_options, error) from None
+        handles = _create(actors, actor_options)
         self.actors = [PooledActor(index, handle) for index, handle in enumerate(handles)]
         self._end = weakref.finalize(self, _kill_in_thread, handles)
         self._end.atexit = False  # they end with the process anyway
@@ -299,13 +284,13 @@ class LoopPool:
         self._listen(actor)
         self.notify()
 
-    def _started(self, actor: PooledActor, started: Started | RemoteError) -> None:
+    def _started(self, actor: PooledActor, started: bool | RemoteError) -> None:
         if isinstance(started, RemoteError):
             self._set_broken(actor, engine_error(f"starting the agent loop of actor {actor.index}", started))
         elif actor.started_with != (self.pause_sequence, self._version):
             self._start(actor)  # a pause or a call was sent to the other actors meanwhile
         else:
-            self.takes_weights = started.takes_weights_while_running
+            self.takes_weights = started
             actor.phase, actor.was_up, actor.error, actor.retry_s = Phase.UP, True, None, 1.0
             actor.call, actor.listener = actor.handle.watch.remote(actor.epoch), None
             log.info("actor_up actor=%d epoch=%d", actor.index, actor.epoch)
@@ -315,7 +300,8 @@ class LoopPool:
         if actor.epoch != epoch or actor.phase is not Phase.UP or self.closed:
             return
         self.deaths += 1
-        log.warning("actor_lost actor=%d groups=%d error=%s", actor.index, actor.load, first_line(error))
+        why = "it was restarted" if error is None else first_line(error)
+        log.warning("actor_lost actor=%d groups=%d error=%s", actor.index, actor.load, why)
         self._await_restart(actor)
         self._listen(actor)
         self.notify()
@@ -350,23 +336,19 @@ def _pending_call_ended(
         alive.pending_call_ended(actor, future)
 
 
-def _remote_class(actor_options: Mapping[str, Any] | None) -> Any:
+def _create(actors: int, actor_options: Mapping[str, Any] | None) -> list[Any]:
     if actor_options is not None and not isinstance(actor_options, Mapping):
         raise InvalidConfig(f"actor_options is {actor_options!r:.80}; expected a mapping of options for Ray")
     options = dict(actor_options or {})
     reserved = sorted(_RESERVED_OPTIONS & options.keys())
     if reserved:
         raise InvalidConfig(f"actor_options has {', '.join(reserved)}, which RayAgentLoop sets itself; leave them out")
-    options = {"scheduling_strategy": "SPREAD", **options}
     fixed = {"max_restarts": -1, "max_task_retries": 0, "max_concurrency": _MAX_CONCURRENCY}
     try:
-        return ray.remote(LoopActor).options(**fixed, **options)
+        remote: Any = ray.remote(LoopActor).options(**fixed, **{"scheduling_strategy": "SPREAD", **options})
+        return [remote.remote() for _ in range(actors)]
     except (TypeError, ValueError) as error:
-        raise _refused_options(actor_options, error) from None
-
-
-def _refused_options(actor_options: Mapping[str, Any] | None, error: Exception) -> InvalidConfig:
-    return InvalidConfig(f"Ray refuses actor_options={dict(actor_options or {})!r:.200}: {error}")
+        raise InvalidConfig(f"Ray refuses actor_options={options!r:.200}: {error}") from None
 
 
 def _kill(handles: Sequence[Any]) -> None:
@@ -385,34 +367,6 @@ def _kill_in_thread(handles: Sequence[Any]) -> None:
         threading.Thread(target=_kill, args=(handles,), name="forebay-end-actors", daemon=True).start()
 
 
-def as_future(call: Any, *, first: Callable[[], None] | None = None) -> asyncio.Future[Any]:
-    """The result of an actor call, as a future of this event loop. `first` runs before that, on any thread.
-
-    Not `asyncio.wrap_future`: a cancel must not reach Ray's future, which Ray completes in any case, and the event
-    loop may be closed by then.
-    """
-    loop = asyncio.get_running_loop()
-    end: asyncio.Future[Any] = loop.create_future()
-
-    def copy_result(source: futures.Future[Any]) -> None:
-        if end.done():
-            return
-        error = source.exception()
-        if error is not None:
-            end.set_exception(error)
-        else:
-            end.set_result(source.result())
-
-    def on_ray_thread(source: futures.Future[Any]) -> None:
-        if first is not None:
-            first()
-        with suppress(RuntimeError):  # the event loop is closed: nothing waits for the result
-            loop.call_soon_threadsafe(copy_result, source)
-
-    call.future().add_done_callback(on_ray_thread)
-    return end
-
-
 def engine_error(what: str, remote: RemoteError) -> EngineError:
     """The error for an exception in an actor."""
     # The traceback is a note and not in the message: messages are counted as reasons, and would all be different.
@@ -420,10 +374,3 @@ def engine_error(what: str, remote: RemoteError) -> EngineError:
     error = kind(f"{what} raised {remote.message}")
     error.add_note(f"In the actor:\n{remote.traceback}")
     return error
-
-
-def first_line(error: BaseException | None) -> str:
-    """The first line of an error: Ray's messages fill a page."""
-    if error is None:
-        return "it was restarted"
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
