@@ -27,6 +27,7 @@ from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import EXPIRABLE, Limits
 from forebay.core.validate import (
     batch_name,
+    checked_integer,
     checked_many,
     checked_mapping,
     checked_reason,
@@ -34,7 +35,6 @@ from forebay.core.validate import (
     checked_statuses,
     checked_task,
     checked_wants,
-    whole_number,
 )
 from forebay.errors import InvalidConfig, InvalidInput
 from forebay.storage.base import Ready, Storage
@@ -77,7 +77,7 @@ class ReplayBuffer:
             )
         for name, limit in (("max_groups", max_groups), ("max_bytes", max_bytes)):
             if limit is not None:
-                whole_number(name, limit, least=1)
+                checked_integer(name, limit, least=1)
         if lease_s is not None and not (isinstance(lease_s, (int, float)) and 0 < lease_s < float("inf")):
             raise InvalidConfig(f"lease_s is {lease_s!r}; expected a positive number of seconds")
         if self.policy.choose is not None and self.policy.order.columns:
@@ -87,8 +87,8 @@ class ReplayBuffer:
             choose=self.policy.choose,
             max_groups=max_groups,
             max_bytes=max_bytes,
-            expect_group_bytes=whole_number("expect_group_bytes", expect_group_bytes, least=0),
-            keep_trained=whole_number("keep_trained", keep_trained, least=0),
+            expect_group_bytes=checked_integer("expect_group_bytes", expect_group_bytes, least=0),
+            keep_trained=checked_integer("keep_trained", keep_trained, least=0),
         )
         self._expiry = Expiry(self.storage)
         self._session = Session(self.storage, settings, lease_s, self._expiry.recall)
@@ -297,7 +297,7 @@ class ReplayBuffer:
         Costs in proportion to what expires. From its start on nothing that is too old leaves the buffer.
         """
         await self._session.ready()
-        whole_number("current_train_step", current_train_step, least=1)
+        checked_integer("current_train_step", current_train_step, least=1)
         chosen = EXPIRABLE if statuses is None else checked_statuses(statuses)
         for status in chosen:
             if status not in EXPIRABLE:
@@ -345,13 +345,13 @@ class ReplayBuffer:
         """The metadata of the groups that match, at any place, oldest first. Never moves anything."""
         await self._session.ready()
         if limit is not None:
-            whole_number("limit", limit, least=0)
+            checked_integer("limit", limit, least=0)
         return await self.storage.records(self._resolved(query), limit)
 
     async def read(self, uid: int) -> list[RolloutState] | None:
         """The samples of a group, as copies; None if it is no longer there. Never moves anything."""
         await self._session.ready()
-        row = await self.storage.read(whole_number("uid", uid))
+        row = await self.storage.read(checked_integer("uid", uid))
         return None if row is None else present(row)
 
     async def discard(self, query: Mapping[str, Any], reason: str) -> int:
@@ -368,7 +368,7 @@ class ReplayBuffer:
         """Set priorities by uid; returns how many of these groups are still there."""
         await self._session.ready()
         for uid, priority in checked_mapping("priorities", priorities).items():
-            whole_number("uid", uid)
+            checked_integer("uid", uid)
             if not isinstance(priority, (int, float)) or not abs(priority) <= 1e300:
                 raise InvalidInput(f"priority of uid {uid} is {priority!r:.80}; expected a finite number")
         return await self.storage.set_priority({uid: float(p) for uid, p in priorities.items()})

@@ -26,7 +26,7 @@ from forebay.buffer.session import Session
 from forebay.core.ledger import Clock, Record, Row, Tags, check_tags, identify, present
 from forebay.core.rollout import DRAWABLE, RolloutState, Status
 from forebay.core.staleness import NO_LIMITS, check_step
-from forebay.core.validate import check_group, checked_many, checked_statuses, checked_task, whole_number
+from forebay.core.validate import check_group, checked_integer, checked_many, checked_statuses, checked_task
 from forebay.errors import InvalidInput
 from forebay.storage.base import Arrival, Content, Summary
 
@@ -82,7 +82,7 @@ class Internals:
         """
         await self.session.ready()
         checked_task(task_name)
-        whole_number("cursor", cursor, least=0)
+        checked_integer("cursor", cursor, least=0)
         drawn: list[Content] = []
         for group in checked_many("groups", groups):
             check_group(group, task_name)

@@ -29,7 +29,7 @@ from forebay.core.aio import see_through
 from forebay.core.ledger import Event, Place, present, separate_extra_fields
 from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import apply_token_mask, sample_staleness
-from forebay.core.validate import checked_reason, checked_wants, whole_number
+from forebay.core.validate import checked_integer, checked_reason, checked_wants
 from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, LostLease, StorageUnavailable
 from forebay.storage.base import Claim, Claimed, Purpose, Rows
 
@@ -168,8 +168,8 @@ def shard(groups: Sequence[list[RolloutState]], rank: int, world_size: int) -> l
     Largest first, each to the rank that has the fewest tokens and still a place; every rank computes the same. The
     order within a rank is that of the batch.
     """
-    whole_number("world_size", world_size, least=1)
-    if whole_number("rank", rank, least=0) >= world_size:
+    checked_integer("world_size", world_size, least=1)
+    if checked_integer("rank", rank, least=0) >= world_size:
         raise InvalidInput(f"rank is {rank} of world_size {world_size}; expected 0 to {world_size - 1}")
     places = [len(groups) // world_size + (index < len(groups) % world_size) for index in range(world_size)]
     free = [(0, taker) for taker in range(world_size) if places[taker]]  # a heap: the fewest tokens first
@@ -374,7 +374,7 @@ class LeaseAttempt:
         self, claims: Claims, wants: Mapping[str, int], train_step: int, status: Status = Status.COMPLETED
     ) -> None:
         wants = checked_wants(wants)
-        whole_number("train_step", train_step, least=1)
+        checked_integer("train_step", train_step, least=1)
         claims.refuse_more_than_fits(wants)
         self._claims = claims
         self._train_step = train_step

@@ -481,11 +481,11 @@ def check_tags(tags: Tags | None) -> Tags:
         raise InvalidInput(f"{len(tags)} tags on one group; expected at most {_MAX_TAGS}")
     for name, value in tags.items():
         if type(name) is not str or not name:
-            raise InvalidInput(f"a tag is named {name!r}; expected a text that is not empty")
+            raise InvalidInput(f"a tag is named {name!r}; expected a non-empty string")
         if value is not None and type(value) not in (str, int, float, bool):
-            raise InvalidInput(f"tag {name!r} is a {type(value).__name__}; expected a text, a number, a bool or None")
+            raise InvalidInput(f"tag {name!r} is a {type(value).__name__}; expected a string, a number, a bool or None")
         if type(value) is float and value != value:
             raise InvalidInput(f"tag {name!r} is not a number (nan); expected one that can be compared")
         if type(value) is int and not -(2**63) <= value < 2**63:
-            raise InvalidInput(f"tag {name!r} is {value}; expected a whole number of at most 64 bits")
+            raise InvalidInput(f"tag {name!r} is {value}; expected an integer of at most 64 bits")
     return dict(tags)

@@ -26,7 +26,7 @@ from forebay.core.rollout import (
     reset_response,
     versioned_tokens,
 )
-from forebay.core.validate import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import InvalidGroup, InvalidInput
 
 __all__ = [
@@ -69,8 +69,8 @@ def stale_threshold(max_staleness: int, sync_weights_interval: int) -> int:
     >>> stale_threshold(0, 1), stale_threshold(0, 4), stale_threshold(1, 4)
     (1, 4, 8)
     """
-    whole_number("max_staleness", max_staleness, least=0)
-    whole_number("sync_weights_interval", sync_weights_interval, least=1)
+    checked_integer("max_staleness", max_staleness, least=0)
+    checked_integer("sync_weights_interval", sync_weights_interval, least=1)
     return (max_staleness + 1) * sync_weights_interval
 
 
@@ -85,7 +85,7 @@ def floor_step(train_step: int, threshold: int) -> int:
 
 def check_step(name: str, step: int | None, *, least: int) -> int | None:
     """A train step (from 1) or model step (from 0), or None; InvalidInput otherwise."""
-    return None if step is None else whole_number(name, step, least=least)
+    return None if step is None else checked_integer(name, step, least=least)
 
 
 class Floors(msgspec.Struct, frozen=True, gc=False):
@@ -106,7 +106,7 @@ class Limits(msgspec.Struct, frozen=True, gc=False):
         for name in ("stale_threshold", "token_stale_threshold"):
             value = getattr(self, name)
             if value is not None:
-                whole_number(name, value, least=1)
+                checked_integer(name, value, least=1)
 
     def floors(self, train_step: int) -> Floors:
         sequence, token = self.stale_threshold, self.token_stale_threshold
@@ -219,7 +219,7 @@ def token_mask(state: RolloutState, train_step: int, token_threshold: int) -> To
     >>> token_mask(state, 5, 4), token_mask(state, 5, 8)
     ([0, 1], [1, 1])
     """
-    whole_number("token_stale_threshold", token_threshold, least=1)
+    checked_integer("token_stale_threshold", token_threshold, least=1)
     if state.input_ids is not None or state.labels is not None or state.response_ids is None:
         return None
     semantic = state.response_mask

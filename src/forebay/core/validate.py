@@ -19,6 +19,7 @@ __all__ = [
     "RESERVED_NAMES",
     "batch_name",
     "check_group",
+    "checked_integer",
     "checked_many",
     "checked_mapping",
     "checked_reason",
@@ -29,7 +30,6 @@ __all__ = [
     "integer_setting",
     "plain_columns",
     "positive_seconds",
-    "whole_number",
 ]
 
 K = TypeVar("K")
@@ -219,14 +219,12 @@ def _is_integer(value: object) -> bool:
     return type(value) is int or (isinstance(value, (int, integer)) and not isinstance(value, bool))
 
 
-def whole_number(name: str, value: object, *, least: int | None = None) -> int:
-    """`value` as an int, or InvalidInput that names it."""
-    if not _is_integer(value):
-        raise InvalidInput(f"{name} is {value!r}; expected an integer")
-    number = int(value)  # type: ignore[call-overload]
-    if least is not None and number < least:
-        raise InvalidInput(f"{name} is {number}; expected at least {least}")
-    return int(number)
+def checked_integer(name: str, value: object, *, least: int | None = None) -> int:
+    """`value` as an int; InvalidInput names it."""
+    if not _is_integer(value) or (least is not None and value < least):  # type: ignore[operator]
+        at_least = "" if least is None else f" of at least {least}"
+        raise InvalidInput(f"{name} is {value!r:.80}; expected an integer{at_least}")
+    return int(value)  # type: ignore[call-overload,no-any-return]
 
 
 RESERVED_NAMES = frozenset(
@@ -294,7 +292,8 @@ def checked_wants(wants: Mapping[str, int]) -> dict[str, int]:
     if not isinstance(wants, Mapping):
         raise InvalidInput(f"wants is {wants!r:.80}; expected a dict of task names and numbers of groups")
     return {
-        checked_task(task_name): max(0, whole_number(f"groups of {task_name!r}", n)) for task_name, n in wants.items()
+        checked_task(task_name): max(0, checked_integer(f"groups of {task_name!r}", n))
+        for task_name, n in wants.items()
     }
 
 
@@ -313,7 +312,7 @@ def batch_name(wants: Mapping[str, int], status: Status) -> str:
 def integer_setting(name: str, value: object, *, least: int) -> int:
     """A setting as an int, or InvalidConfig that names it."""
     try:
-        return whole_number(name, value, least=least)
+        return checked_integer(name, value, least=least)
     except InvalidInput as error:
         raise InvalidConfig(str(error)) from None
 

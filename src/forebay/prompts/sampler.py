@@ -28,7 +28,7 @@ from forebay.core.fingerprint import Fingerprint, SourceState, differences, pack
 from forebay.core.ledger import number_rollouts
 from forebay.core.payload import remember_prompt
 from forebay.core.rollout import DRAWABLE, RolloutState, Status, carries_response
-from forebay.core.validate import checked_task, whole_number
+from forebay.core.validate import checked_integer, checked_task
 from forebay.errors import (
     BufferClosed,
     ChangedDataset,
@@ -95,7 +95,7 @@ class _Prompts:
         allow_changed_data: bool,
     ) -> None:
         self.source: Source = open_source(dataset, seed=seed, shuffle=shuffle)
-        self.repeat = whole_number("prompt_repeat_k", prompt_repeat_k, least=1)
+        self.repeat = checked_integer("prompt_repeat_k", prompt_repeat_k, least=1)
         self.skip_bad_records = skip_bad_records
         self.offline = bool(offline)
         self.allow_changed_data = bool(allow_changed_data)
@@ -318,7 +318,7 @@ class Sampler(_OverDataset):
         if not isinstance(cursors, dict) or not isinstance(source, (bytes, type(None))):
             raise InvalidInput(f"{state!r:.80} is no state of a sampler; expected what state_dict() returned")
         self._cursors = {
-            str(name): whole_number(f"cursor of {name!r}", cursor, least=0) for name, cursor in cursors.items()
+            str(name): checked_integer(f"cursor of {name!r}", cursor, least=0) for name, cursor in cursors.items()
         }
         self._state = source
 
@@ -387,7 +387,7 @@ class SamplerWithReplayBuffer(_OverDataset):
         Retries of these statuses first, in order of group_id; then the data set. WaitTimeout if there was room for
         none. Not `own`: lists and dicts are shared with the buffer, for callers that copy before they change any.
         """
-        whole_number("n", n, least=1)
+        checked_integer("n", n, least=1)
 
         async def attempt() -> Groups | None:
             return await self.try_draw(n, task_name, statuses, own=own) or None

@@ -35,7 +35,7 @@ from forebay.core.rollout import (
     lacks_tokens,
     reset_response,
 )
-from forebay.core.validate import check_group, whole_number
+from forebay.core.validate import check_group, checked_integer
 from forebay.errors import InvalidDataset, InvalidGroup, InvalidInput, InvalidRecord
 from forebay.prompts.loader import LoaderSource
 
@@ -82,7 +82,7 @@ class Source(Protocol):
 
 def open_source(dataset: Any, *, seed: int, shuffle: bool) -> Source:
     """The source for a data set of any supported type; InvalidDataset lists the supported types."""
-    whole_number("seed", seed)
+    checked_integer("seed", seed)
     if isinstance(dataset, (str, Path)):
         dataset = JSONLDataset(dataset)
     if isinstance(dataset, Mapping):
