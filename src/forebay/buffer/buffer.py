@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping, Sequence, Sized
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from forebay.buffer.group_ends import GroupEnds, OnGroupEnd
 from forebay.buffer.internal import Internals
 from forebay.buffer.lease import Lease, LeaseAttempt, LeaseRequest, asked
 from forebay.buffer.session import Session
-from forebay.core.capacity import EXPECT_GROUP_BYTES, Settings
+from forebay.core.capacity import EXPECT_GROUP_BYTES, Settings, check_ever_fits
 from forebay.core.ledger import Clock, LedgerLine, Place, Record, Tags, present
 from forebay.core.policy import FIFOReplayPolicy, ReplayPolicy
 from forebay.core.query import And, Compare, Node, parse, resolve_staleness
@@ -246,7 +247,7 @@ class ReplayBuffer:
             f"{batch_name(wants, status)} for train step {train_step}",
             asked(wants),
             timeout_s,
-            Ready(wants=wants, status=status),
+            partial(Ready, wants=wants, status=status),
             wants if status is Status.COMPLETED else None,
         )
         return await attempt.grant()
@@ -258,12 +259,12 @@ class ReplayBuffer:
         await self._session.ready()
         status = checked_status(group_status)
         wants = checked_wants(wants)
-        self._internals.claims.refuse_more_than_fits(wants)
+        check_ever_fits(self._session.settings, sum(wants.values()))
 
         async def attempt() -> bool | None:
             return await self._is_ready(wants, status) or None
 
-        ready = Ready(wants=wants, status=status)
+        ready = partial(Ready, wants=wants, status=status)
         completed = wants if status is Status.COMPLETED else None
         await self._session.until(attempt, batch_name(wants, status), asked(wants), timeout_s, ready, completed)
 

@@ -1,21 +1,30 @@
-"""What people and loggers read about a buffer: flat figures, and an explanation of what a wait is for.
+"""Figures of a buffer for loggers, and explanations of waits for people.
 
-Pure: from a summary of the storage it makes text and numbers, and touches neither content nor state.
+Pure: computes strings and numbers from a summary of the storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from forebay.buffer.group_ends import GroupEnds
-from forebay.core.aio import Pool, Wait
+from forebay.core.aio import Pool
 from forebay.core.capacity import Settings, fits
 from forebay.core.fingerprint import unverified_records
 from forebay.core.ledger import Place
 from forebay.core.rollout import Status
 from forebay.storage.base import Holding, Summary, TaskSummary
 
-__all__ = ["capacity", "explanation", "figures", "full_pools"]
+__all__ = ["Wait", "capacity", "explanation", "figures", "full_pools"]
+
+
+class Wait(NamedTuple):
+    """One wait in progress."""
+
+    what: str
+    tasks: Collection[str]
+    since: float
 
 
 def figures(
@@ -44,10 +53,9 @@ def figures(
 
 
 def explanation(
-    waits: Iterable[Wait], now: float, summary: Summary, settings: Settings, produced: Collection[str] | None
+    waits: Sequence[Wait], now: float, summary: Summary, settings: Settings, produced: Collection[str] | None
 ) -> str:
     """What is waited for, and for every task concerned what there is and who holds the rest."""
-    waits = list(waits)
     lines = [f"waited {now - wait.since:.1f} s so far for {wait.what}" for wait in waits]
     if not lines:
         lines.append("nothing is waiting")

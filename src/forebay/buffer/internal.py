@@ -7,8 +7,9 @@ storage at a time, waits that explain themselves.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -23,18 +24,21 @@ from forebay.buffer.admission import (
 )
 from forebay.buffer.lease import Claims, Lease, LeaseAttempt
 from forebay.buffer.session import Session
+from forebay.core.capacity import check_ever_fits
 from forebay.core.ledger import Clock, Record, Row, Tags, check_tags, identify, present
 from forebay.core.rollout import DRAWABLE, RolloutState, Status
 from forebay.core.staleness import NO_LIMITS, check_step
 from forebay.core.validate import check_group, checked_integer, checked_many, checked_statuses, checked_task
-from forebay.errors import InvalidInput
-from forebay.storage.base import Arrival, Content, Summary
+from forebay.errors import BufferClosed, ForebayError, InvalidInput, LostLease, NoRoom
+from forebay.storage.base import Arrival, Content, Ready, Summary
 
 if TYPE_CHECKING:
     from forebay.buffer.buffer import ReplayBuffer
     from forebay.checkpoint.format import Manifest
 
-__all__ = ["Internals", "internals"]
+__all__ = ["Internals", "Issued", "internals", "mark_aborted"]
+
+log = logging.getLogger(__name__)
 
 Groups = list[list[RolloutState]]
 T = TypeVar("T")
@@ -77,7 +81,7 @@ class Internals:
     ) -> Issued:
         """Write newly drawn prompts as in flight, and advance the task's position, in one step.
 
-        Takes as many as there is room for, from the first one on. They get the group ids from `cursor` on;
+        Issues those that fit, from the first one on. They get the group ids from `cursor` on;
         CursorMoved if the task's cursor is another. A group that refers to a lost value ends as failed at once.
         """
         await self.session.ready()
@@ -96,7 +100,7 @@ class Internals:
         if len(records) < len(contents):
             prompt = contents[len(records)].facts
             if not records:
-                self.session.check_can_fit(1, prompt.bytes)
+                check_ever_fits(self.session.settings, 1, prompt.bytes)
             await self.session.refused(prompt)
         else:
             self.session.accepted()
@@ -131,7 +135,7 @@ class Internals:
 
     async def valued(self, resolving: Awaitable[T], task_name: str) -> T:
         """Wait for the values of references, however long they take to be produced."""
-        with self.session.waits.listed(f"the values of references in groups of task {task_name!r}", (task_name,)):
+        with self.session.listed(f"the values of references in groups of task {task_name!r}", (task_name,)):
             return await resolving
 
     # --- storing --------------------------------------------------------------------------------------
@@ -187,15 +191,36 @@ class Internals:
             arrivals = await self.valued(resolve_arrivals(arrivals), task_name)
         if train_step is not None:
             self.expiry.see(train_step)
-        records = await self.session.with_room(
-            lambda: self._storage.put(arrivals, owner=self.session.owner),
-            f"room for {len(arrivals)} groups of task {task_name!r}",
-            task_name,
-            timeout_s,
-        )
+        ready = Ready()
+
+        async def store() -> list[Record] | None:
+            nonlocal ready
+            try:
+                return await self._storage.put(arrivals, owner=self.session.owner)
+            except NoRoom as full:
+                check_ever_fits(self.session.settings, full.groups, full.bytes)
+                ready = Ready(room_groups=full.groups, room_bytes=full.bytes)
+                return None
+
+        what = f"room for {len(arrivals)} groups of task {task_name!r}"
+        records = await self.session.until(store, what, (task_name,), timeout_s, lambda: ready, needs_room=True)
         if in_force != NO_LIMITS and self.expiry.limits(task_name) == NO_LIMITS:
             await self.expiry.advance({task_name: Clock(limits=in_force)})
         return records
+
+    async def give_back(self, groups: Groups, task_name: str) -> None:
+        """Return groups in flight, as ABORTED with the tokens that they have. Skips groups that others hold by now."""
+        failed: ForebayError | None = None
+        for group in groups:
+            mark_aborted(group)
+            try:
+                await self.put((group,), task_name, model_step=None, train_step=None)
+            except (LostLease, BufferClosed) as gone:
+                log.info("group_gone task=%s group=%s reason=%s", task_name, group[0].group_id, gone)
+            except ForebayError as error:
+                failed = failed or error  # the others go back all the same
+        if failed is not None:
+            raise failed
 
     # --- producing ------------------------------------------------------------------------------------
 
@@ -285,6 +310,14 @@ class Internals:
         self.restores += 1
         await self.expiry.recall()
         return manifest
+
+
+def mark_aborted(group: Iterable[RolloutState], reason: str | None = None) -> None:
+    """Mark the members that are not COMPLETED as ABORTED, so that they are generated again from what they have."""
+    for state in group:
+        if state.status is not Status.COMPLETED:
+            state.status = Status.ABORTED
+            state.error_msg = reason or state.error_msg
 
 
 def internals(buffer: ReplayBuffer) -> Internals:

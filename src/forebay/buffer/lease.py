@@ -26,11 +26,12 @@ from msgspec.structs import replace
 from forebay.buffer.admission import Expiry
 from forebay.buffer.session import Session
 from forebay.core.aio import see_through
+from forebay.core.capacity import check_ever_fits
 from forebay.core.ledger import Event, Place, present, separate_extra_fields
 from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import apply_token_mask, sample_staleness
 from forebay.core.validate import checked_integer, checked_reason, checked_wants
-from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, LostLease, StorageUnavailable
+from forebay.errors import BufferClosed, InvalidInput, LostLease, StorageUnavailable
 from forebay.storage.base import Claim, Claimed, Purpose, Rows
 
 __all__ = ["Claims", "Lease", "LeaseAttempt", "LeaseRequest", "Request", "asked", "shard"]
@@ -357,15 +358,6 @@ class Claims:
             handed[task_name] = groups
         return handed
 
-    def refuse_more_than_fits(self, wants: Mapping[str, int]) -> None:
-        """InvalidConfig if a batch is larger than the buffer."""
-        wanted, limit = sum(wants.values()), self._session.settings.max_groups
-        if limit is not None and wanted > limit:
-            raise InvalidConfig(
-                f"waiting for {wanted} groups in a buffer of max_groups={limit} would never end; raise max_groups or "
-                "ask for less"
-            )
-
 
 class LeaseAttempt:
     """One batch that is asked for: `claim` until it says True, then `grant`."""
@@ -375,7 +367,7 @@ class LeaseAttempt:
     ) -> None:
         wants = checked_wants(wants)
         checked_integer("train_step", train_step, least=1)
-        claims.refuse_more_than_fits(wants)
+        check_ever_fits(claims._session.settings, sum(wants.values()))
         self._claims = claims
         self._train_step = train_step
         self._rows: Rows = {}

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -46,9 +46,11 @@ __all__ = [
     "ToRolloutState",
     "Tokenize",
     "as_answer",
+    "bad_prompt",
     "build_prompt",
     "independent",
-    "mark_aborted",
+    "is_bad",
+    "nothing_but_bad",
     "open_source",
     "shuffled_index",
     "start_again",
@@ -343,6 +345,24 @@ def as_answer(prompt: RolloutState, index: int) -> RolloutState:
     return prompt
 
 
+_BAD = "bad record: "
+
+
+def bad_prompt(error: InvalidRecord) -> RolloutState:
+    """The sample that stands for a record that makes no prompt."""
+    return RolloutState(message=[], status=Status.FAILED, error_msg=f"{_BAD}{error}")
+
+
+def is_bad(group: Sequence[RolloutState]) -> bool:
+    """Whether a group stands for a record that makes no prompt, whatever its status: a crash makes it ABORTED."""
+    return not group[0].message and (group[0].error_msg or "").startswith(_BAD)
+
+
+def nothing_but_bad(records: int, last: Sequence[RolloutState]) -> InvalidDataset:
+    """The error after too many records in a row that make no prompt."""
+    return InvalidDataset(f"{records} records in a row make no prompt; the last one: {last[0].error_msg}")
+
+
 def _from_mapping(record: Any) -> RolloutState:
     if not isinstance(record, Mapping):
         raise InvalidInput(
@@ -436,14 +456,6 @@ def start_again(state: RolloutState) -> None:
     fresh.issued = state.issued
     for name in state.__struct_fields__:
         setattr(state, name, getattr(fresh, name))
-
-
-def mark_aborted(group: Iterable[RolloutState], reason: str | None = None) -> None:
-    """Mark the members that are not COMPLETED as ABORTED, so that they are generated again from what they have."""
-    for state in group:
-        if state.status is not Status.COMPLETED:
-            state.status = Status.ABORTED
-            state.error_msg = reason or state.error_msg
 
 
 def _copy(value: Any) -> Any:
