@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from forebay.core.plain import LEAVES, MAX_DEPTH
-from forebay.core.rollout import USER_FIELDS, Group, RolloutState, Status
+from forebay.core.rollout import LEAVES, MAX_DEPTH, USER_FIELDS, Group, RolloutState, Status
 from forebay.errors import ReferenceLost
 
 __all__ = [

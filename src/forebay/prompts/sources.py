@@ -22,11 +22,11 @@ import msgspec
 import numpy as np
 
 from forebay.core.fingerprint import Fingerprint, digest, own_digest, sampled_positions, type_name
-from forebay.core.plain import LEAVES
 from forebay.core.rollout import (
     COLUMNS,
     FIELDS,
     ISSUED_FIELDS,
+    LEAVES,
     USER_FIELDS,
     RolloutState,
     SampleParams,
