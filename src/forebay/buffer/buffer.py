@@ -9,8 +9,7 @@ into slices (G10). A buffer lives on one event loop at a time; `forebay.blocking
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence, Sized
-from functools import partial
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from forebay.core.query import And, Compare, Node, parse, resolve_staleness
 from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import EXPIRABLE, Limits
 from forebay.core.validate import (
-    batch_name,
     checked_integer,
     checked_many,
     checked_mapping,
@@ -36,6 +34,7 @@ from forebay.core.validate import (
     checked_statuses,
     checked_task,
     checked_wants,
+    positive_seconds,
 )
 from forebay.errors import InvalidConfig, InvalidInput
 from forebay.storage.base import Ready, Storage
@@ -49,13 +48,13 @@ Groups = list[list[RolloutState]]
 class ReplayBuffer:
     """Groups of rollouts between those who generate and those who train.
 
-    `max_groups` and `max_bytes` bound what is in flight, buffered and leased together. A group that is being generated
-    counts with the size that it is expected to have: its prompt, and for each member the 99th percentile of the
-    responses of its task (before the first ones are back, `expect_group_bytes` for all its members). So what is held
-    exceeds `max_bytes` by at most what groups grow beyond that. `lease_s`: how long a holder that stopped beating keeps
-    its groups (None: as long as its process lives; 60 s on shared storages).
-    `keep_trained`: so many of the last trained groups stay readable as ARCHIVED. `on_group_end`: a function, plain or
-    async, that is told of every group that leaves for good, with a `GroupEnd`; see `group_ends`.
+    `max_groups` and `max_bytes` bound the groups in flight, buffered and leased together. A group that is being
+    generated counts with the size that it is expected to have: its prompt, and for each member the 99th percentile of
+    the responses of its task (before the first ones are back, `expect_group_bytes` for all its members). So groups
+    exceed `max_bytes` by at most what they grow beyond that. `lease_s`: how long an owner keeps its groups without a
+    heartbeat (None: as long as its process lives; 60 s on shared storages). `keep_trained`: the number of the last
+    trained groups that stay readable as ARCHIVED. `on_group_end`: a function, plain or async, that gets a `GroupEnd`
+    for every group that leaves for good; see `group_ends`.
     """
 
     def __init__(
@@ -79,8 +78,8 @@ class ReplayBuffer:
         for name, limit in (("max_groups", max_groups), ("max_bytes", max_bytes)):
             if limit is not None:
                 checked_integer(name, limit, least=1)
-        if lease_s is not None and not (isinstance(lease_s, (int, float)) and 0 < lease_s < float("inf")):
-            raise InvalidConfig(f"lease_s is {lease_s!r}; expected a positive number of seconds")
+        if lease_s is not None:
+            positive_seconds("lease_s", lease_s)
         if self.policy.choose is not None and self.policy.order.columns:
             raise InvalidConfig(f"{self.policy!r} has an order and a choose; expected one of them")
         settings = Settings(
@@ -110,10 +109,10 @@ class ReplayBuffer:
     def __repr__(self) -> str:
         return f"<ReplayBuffer {self.policy!r} on {type(self.storage).__name__}: {len(self)} buffered groups>"
 
-    # --- life -----------------------------------------------------------------------------------------
+    # --- opening and closing -----------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End every wait, give back what this buffer holds. Closing twice is allowed."""
+        """End every wait and give the groups of this buffer back. Closing twice is allowed."""
         await self._session.close()
 
     async def __aenter__(self) -> ReplayBuffer:
@@ -134,9 +133,8 @@ class ReplayBuffer:
         retryable: bool = True,
     ) -> None:
         """How old the groups of a task may grow. The storage keeps the limits, for every process that uses it."""
-        await self._session.ready()
         limits = Limits(stale_threshold, token_stale_threshold, retryable)
-        await self._expiry.advance({checked_task(task_name): Clock(limits=limits)})
+        await self._internals.advance({checked_task(task_name): Clock(limits=limits)})
 
     # --- in -------------------------------------------------------------------------------------------
 
@@ -237,39 +235,41 @@ class ReplayBuffer:
         await self._session.ready()
         status = checked_status(group_status)
         attempt = LeaseAttempt(self._internals.claims, wants, train_step, status)
-        wants = checked_wants(wants)
-
-        async def claim() -> bool | None:
-            return await attempt.claim() or None
-
-        await self._session.until(
-            claim,
-            f"{batch_name(wants, status)} for train step {train_step}",
-            asked(wants),
-            timeout_s,
-            partial(Ready, wants=wants, status=status),
-            wants if status is Status.COMPLETED else None,
-        )
+        await self._until(attempt.claim, checked_wants(wants), status, timeout_s, f" for train step {train_step}")
         return await attempt.grant()
 
     async def wait_ready(
         self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED, timeout_s: float | None = None
     ) -> None:
-        """Wait until every task has as many groups as asked; takes nothing."""
+        """Wait until every task has the groups that are asked for; takes nothing."""
         await self._session.ready()
         status = checked_status(group_status)
         wants = checked_wants(wants)
         check_ever_fits(self._session.settings, sum(wants.values()))
+        await self._until(lambda: self._is_ready(wants, status), wants, status, timeout_s)
 
-        async def attempt() -> bool | None:
-            return await self._is_ready(wants, status) or None
+    async def _until(
+        self,
+        attempt: Callable[[], Awaitable[bool]],
+        wants: dict[str, int],
+        status: Status,
+        timeout_s: float | None,
+        purpose: str = "",
+    ) -> None:
+        """Repeat an attempt until it finds the batch."""
 
-        ready = partial(Ready, wants=wants, status=status)
+        async def found() -> bool | None:
+            return await attempt() or None
+
+        tasks = asked(wants)
+        what = f"{status} groups: {', '.join(f'{wants[name]} of task {name!r}' for name in tasks) or 'none'}{purpose}"
         completed = wants if status is Status.COMPLETED else None
-        await self._session.until(attempt, batch_name(wants, status), asked(wants), timeout_s, ready, completed)
+        await self._session.until(
+            found, what, tasks, timeout_s, lambda: Ready(wants=wants, status=status), completed, needs_room=False
+        )
 
     async def is_ready(self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED) -> bool:
-        """Whether every task has as many groups as asked; tasks asked for 0 or less do not count."""
+        """Whether every task has the groups that are asked for; tasks asked for 0 or less do not count."""
         await self._session.ready()
         return await self._is_ready(checked_wants(wants), checked_status(group_status))
 
@@ -325,17 +325,15 @@ class ReplayBuffer:
 
     async def count(self, task_name: str, group_status: Status) -> int:
         """Buffered groups of a task and status; 0 for an unknown task."""
-        await self._session.ready()
         status = checked_status(group_status)
-        return (await self.storage.summary((checked_task(task_name),))).task(task_name).statuses.get(status, 0)
+        return (await self._internals.summary((checked_task(task_name),))).task(task_name).statuses.get(status, 0)
 
     async def count_statuses(
         self, tasks: Collection[str], statuses: Collection[Status]
     ) -> dict[str, dict[Status, int]]:
         """Buffered groups by task and status, zeros included."""
-        await self._session.ready()
         names, chosen = checked_many("tasks", tasks), checked_statuses(statuses)
-        summary = await self.storage.summary(names)
+        summary = await self._internals.summary(names)
         return {name: {status: summary.task(name).statuses.get(status, 0) for status in chosen} for name in names}
 
     def __len__(self) -> int:
@@ -379,22 +377,17 @@ class ReplayBuffer:
 
         In groups, or in generated tokens, of which those thrown away while their group stayed are `reset`.
         """
-        await self._session.ready()
-        return (await self.storage.summary()).ledger(tokens=tokens)
+        return (await self._internals.summary()).ledger(tokens=tokens)
 
     async def reasons(self) -> dict[str, dict[str, int]]:
         """Why groups were filtered, failed or discarded, by task."""
-        await self._session.ready()
-        summary = await self.storage.summary()
+        summary = await self._internals.summary()
         return {task_name: task.account.reasons for task_name, task in summary.tasks.items()}
 
     async def stats(self) -> dict[str, int]:
         """Flat figures for any logger."""
-        await self._session.ready()
-        session = self._session
-        return explain.figures(
-            await self.storage.summary(), session.settings, len(session.waits), session.produced, session.group_ends
-        )
+        summary, session = await self._internals.summary(), self._session
+        return explain.figures(summary, session.settings, len(session.waits), session.produced, session.group_ends)
 
     # --- checkpoints ----------------------------------------------------------------------------------
 

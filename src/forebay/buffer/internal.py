@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from forebay.buffer.admission import (
@@ -19,8 +18,8 @@ from forebay.buffer.admission import (
     content_of,
     lost_reason,
     needs_values,
-    resolve_arrivals,
-    resolve_contents,
+    resolve_arrival,
+    resolve_content,
 )
 from forebay.buffer.lease import Claims, Lease, LeaseAttempt
 from forebay.buffer.session import Session
@@ -61,6 +60,9 @@ class Internals:
         self.session = session
         self.expiry = expiry
         self.claims = Claims(session, expiry)
+        self.until = session.until
+        self.nudge = session.nudge
+        self.asking = session.asking
         self.restores = 0  # positions that were read before the last resume no longer hold
         self._storage = session.storage
 
@@ -93,7 +95,7 @@ class Internals:
             drawn.append(content_of(tuple(group), None, None, task_name))
         contents = drawn
         if needs_values(self._storage):
-            contents = await self.valued(resolve_contents(contents), task_name)
+            contents = await self.valued([resolve_content(content) for content in contents], task_name)
         records = await self._storage.issue(
             task_name, contents, owner=self.session.owner, cursor=cursor, source_state=source_state
         )
@@ -133,10 +135,10 @@ class Internals:
                 raise InvalidInput(f"{status} groups cannot be drawn again; expected init, expired or aborted")
         return await self.claims.draw(n, checked_task(task_name), chosen, tuple(sorted(group_ids)))
 
-    async def valued(self, resolving: Awaitable[T], task_name: str) -> T:
+    async def valued(self, resolving: Sequence[Awaitable[T]], task_name: str) -> list[T]:
         """Wait for the values of references, however long they take to be produced."""
         with self.session.listed(f"the values of references in groups of task {task_name!r}", (task_name,)):
-            return await resolving
+            return await asyncio.gather(*resolving)
 
     # --- storing --------------------------------------------------------------------------------------
 
@@ -188,7 +190,7 @@ class Internals:
         if not arrivals:
             return []
         if needs_values(self._storage):
-            arrivals = await self.valued(resolve_arrivals(arrivals), task_name)
+            arrivals = await self.valued([resolve_arrival(arrival) for arrival in arrivals], task_name)
         if train_step is not None:
             self.expiry.see(train_step)
         ready = Ready()
@@ -203,7 +205,7 @@ class Internals:
                 return None
 
         what = f"room for {len(arrivals)} groups of task {task_name!r}"
-        records = await self.session.until(store, what, (task_name,), timeout_s, lambda: ready, needs_room=True)
+        records = await self.session.until(store, what, (task_name,), timeout_s, lambda: ready)
         if in_force != NO_LIMITS and self.expiry.limits(task_name) == NO_LIMITS:
             await self.expiry.advance({task_name: Clock(limits=in_force)})
         return records
@@ -236,35 +238,12 @@ class Internals:
         await self.session.ready()
         await self.expiry.advance(clocks)
 
-    async def until(
-        self,
-        attempt: Callable[[], Awaitable[T | None]],
-        what: str,
-        tasks: Collection[str],
-        *,
-        timeout_s: float | None = None,
-        wants: Mapping[str, int] | None = None,
-    ) -> T:
-        """Repeat an attempt after every change of the tasks, or of the capacity, until it returns something.
-
-        `wants`: the batch of completed groups that it is for; InvalidConfig as soon as that can never come.
-        """
-        return await self.session.until(attempt, what, tasks, timeout_s, wants=wants, needs_room=True)
-
-    def nudge(self) -> None:
-        """Let every wait look again: something outside the storage changed."""
-        self.session.nudge()
-
     def produces(self, producer: object, tasks: Collection[str]) -> None:
         """Which tasks a manager produces from now on. The groups of all others count as kept aside."""
         if tasks:
             self.session.producers[producer] = frozenset(tasks)
         else:
             self.session.producers.pop(producer, None)
-
-    def asking(self, wants: Mapping[str, int]) -> AbstractContextManager[None]:
-        """For managers that produce and wait for a batch in turns: producing fails if the batch can never come."""
-        return self.session.asking(wants)
 
     # --- leasing --------------------------------------------------------------------------------------
 
@@ -275,7 +254,8 @@ class Internals:
     async def try_lease(self, wants: Mapping[str, int], train_step: int) -> Lease | None:
         """A full batch of COMPLETED groups if it is there, else None; never waits."""
         await self.session.ready()
-        return await self.claims.lease(wants, train_step)
+        attempt = self.lease_attempt(wants, train_step)
+        return await attempt.grant() if await attempt.claim() else None
 
     async def give_back_owed(self) -> None:
         """Return groups that were claimed for a batch which an outage kept from being handed out."""
@@ -295,9 +275,7 @@ class Internals:
         """Write a checkpoint, with more in the manifest: `extra()` is asked in the moment of the snapshot."""
         await self.session.ready()
         check_step("model_step", model_step, least=0)
-        from forebay.buffer.checkpoints import (
-            save_storage,  # imported here: it would double the time of `import forebay`
-        )
+        from forebay.buffer.checkpoints import save_storage  # here: it would double the time of `import forebay`
 
         await save_storage(self._storage, path, model_step=model_step, prompts_only=prompts_only, extra=extra)
 

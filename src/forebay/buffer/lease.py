@@ -149,16 +149,14 @@ class Lease:
 
     async def settle_on_exit(self, error: BaseException | None) -> None:
         """What leaving a `with` block does: acknowledge, or give back if the block raised."""
-        # Seen through: a cancel that arrives now must not leave the groups leased with nobody to settle them.
+        # A cancel that arrives now waits: it must not leave the groups leased, with nothing left to settle them.
         settling = asyncio.ensure_future(self.ack() if error is None else self.nack())
         cancelled = await see_through(settling)
         failure = settling.exception()
-        if failure is not None and error is None:
-            raise failure
-        if failure is not None and not isinstance(failure, (LostLease, BufferClosed)):
-            raise failure
-        if failure is not None:  # the block's own error matters more
-            log.warning("lease_lost lease=%s %s", self.id, failure)
+        if failure is not None:
+            if error is None or not isinstance(failure, (LostLease, BufferClosed)):
+                raise failure
+            log.warning("lease_lost lease=%s %s", self.id, failure)  # the block's own error matters more
         if cancelled is not None:
             raise cancelled
 
@@ -305,11 +303,6 @@ class Claims:
             raise
         return rows
 
-    async def lease(self, wants: Mapping[str, int], train_step: int) -> Lease | None:
-        """A full batch of COMPLETED groups if it is there, else None. Never waits."""
-        attempt = LeaseAttempt(self, wants, train_step)
-        return await attempt.grant() if await attempt.claim() else None
-
     async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
         """Settle rows of a lease."""
         await self._session.ready()
@@ -370,6 +363,7 @@ class LeaseAttempt:
         check_ever_fits(claims._session.settings, sum(wants.values()))
         self._claims = claims
         self._train_step = train_step
+        self._lease_id = uuid.uuid4().hex
         self._rows: Rows = {}
         self._claim = Claim(
             wants=wants,
@@ -377,7 +371,7 @@ class LeaseAttempt:
             purpose=Purpose.LEASE,
             owner=claims._session.owner,
             whole=True,
-            lease_id=uuid.uuid4().hex,
+            lease_id=self._lease_id,
             train_step=train_step,
         )
 
@@ -404,23 +398,19 @@ class LeaseAttempt:
 
     async def grant(self) -> Lease:
         """The lease of the batch that was claimed."""
-        uids = self._uids()
         try:
             groups = await self._claims.hand_out(self._rows, self._train_step)
         except BaseException:
             await self._give_back()
             raise
-        assert self._claim.lease_id is not None
-        return Lease(self._claim.lease_id, self._train_step, groups, uids, self._claims.settle)
+        return Lease(self._lease_id, self._train_step, groups, self._uids(), self._claims.settle)
 
     def _uids(self) -> dict[tuple[str, int], int]:
         return {(name, row.record.group_id): row.record.uid for name, rows in self._rows.items() for row in rows}
 
     async def _give_back(self) -> None:
-        uids = list(self._uids().values())
-        if uids:
-            assert self._claim.lease_id is not None
-            await self._claims.give_back(partial(self._claims.settle, self._claim.lease_id, uids, Event.NACKED, None))
+        if uids := list(self._uids().values()):
+            await self._claims.give_back(partial(self._claims.settle, self._lease_id, uids, Event.NACKED, None))
 
 
 def _due(claim: Claim, claimed: Claimed) -> list[str]:

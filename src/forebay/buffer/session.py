@@ -150,7 +150,7 @@ class Session:
         ready: Callable[[], Ready] | None = None,
         wants: Mapping[str, int] | None = None,
         *,
-        needs_room: bool = False,
+        needs_room: bool = True,
     ) -> T:
         """Repeat an attempt after every change of the tasks until it returns something; `explain_wait` lists it.
 

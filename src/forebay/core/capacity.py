@@ -72,8 +72,7 @@ def response_size(facts: Facts) -> int | None:
     """
     if facts.status not in (Status.COMPLETED, Status.FILTERED):
         return None
-    size = -(-facts.response_bytes // facts.samples)
-    return rounded_up(size)
+    return rounded_up(-(-facts.response_bytes // facts.samples))
 
 
 def rounded_up(size: int) -> int:

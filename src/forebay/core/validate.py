@@ -1,8 +1,7 @@
 """Checks of groups and of arguments, done before anything is stored.
 
 Statuses given as strings become `Status`, and numpy integers become int. Every error names the member or the argument,
-the value that was found, and the value that was expected. Values inside user data
-are checked by `payload` and the codec.
+the value that was found, and the value that was expected. `payload` and the codec check values inside user data.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from forebay.errors import InvalidConfig, InvalidGroup, InvalidInput
 
 __all__ = [
     "RESERVED_NAMES",
-    "batch_name",
     "check_group",
     "checked_integer",
     "checked_many",
@@ -135,20 +133,16 @@ def _check_columns(state: RolloutState) -> None:
         _check_spans(state)
         spans = state.version_spans
     if response_ids is not None:
-        expected = len(response_ids)
-        if mask is not None and len(mask) != expected:
-            raise _unequal(state, "response_mask", len(mask), expected)
-        if logprobs is not None and len(logprobs) != expected and state.input_ids is None:
-            raise _unequal(state, "logprobs", len(logprobs), expected)
+        if mask is not None and len(mask) != len(response_ids):
+            raise _unequal(state, "response_mask", "response_ids")
+        if logprobs is not None and len(logprobs) != len(response_ids) and state.input_ids is None:
+            raise _unequal(state, "logprobs", "response_ids")
     elif state.input_ids is None and state.labels is None:
         for name, entries in (("response_mask", mask), ("logprobs", logprobs), ("version_spans", spans)):
             if entries is not None and len(entries):
                 raise InvalidGroup(f"{name} of {_name(state)} has {len(entries)} items, but it has no response_ids")
     if state.input_ids is not None and state.labels is not None and len(state.labels) != len(state.input_ids):
-        raise InvalidGroup(
-            f"labels of {_name(state)} has {len(state.labels)} items but input_ids has {len(state.input_ids)}; "
-            "the lengths must match"
-        )
+        raise _unequal(state, "labels", "input_ids")
     if spans:
         _check_spans(state)
 
@@ -205,10 +199,9 @@ def _identity(name: str, value: int | None) -> int | None:
     return int(value)
 
 
-def _unequal(state: RolloutState, name: str, found: int, expected: int) -> InvalidGroup:
-    return InvalidGroup(
-        f"{name} of {_name(state)} has {found} items but response_ids has {expected}; the lengths must match"
-    )
+def _unequal(state: RolloutState, name: str, other: str) -> InvalidGroup:
+    items, others = len(getattr(state, name)), len(getattr(state, other))
+    return InvalidGroup(f"{name} of {_name(state)} has {items} items but {other} has {others}; the lengths must match")
 
 
 def _name(state: RolloutState) -> str:
@@ -301,12 +294,6 @@ def checked_reason(reason: str) -> str:
     if not isinstance(reason, str) or not reason:
         raise InvalidInput(f"reason is {reason!r}; expected a non-empty string, which reasons() counts and shows")
     return reason
-
-
-def batch_name(wants: Mapping[str, int], status: Status) -> str:
-    """The name of a batch in explanations."""
-    parts = [f"{n} of task {task_name!r}" for task_name, n in wants.items() if n > 0]
-    return f"{status} groups: {', '.join(parts) or 'none'}"
 
 
 def integer_setting(name: str, value: object, *, least: int) -> int:

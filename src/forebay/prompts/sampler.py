@@ -27,7 +27,7 @@ from forebay.core.aio import DATA, Turns, in_thread, see_through, uncancelled
 from forebay.core.fingerprint import Fingerprint, SourceState, differences, pack_state, unpack_state
 from forebay.core.ledger import number_rollouts
 from forebay.core.payload import remember_prompt
-from forebay.core.rollout import DRAWABLE, RolloutState, Status, carries_response
+from forebay.core.rollout import DRAWABLE, RolloutState, Status, carries_response, lacks_tokens
 from forebay.core.validate import checked_integer, checked_task
 from forebay.errors import (
     ChangedDataset,
@@ -44,7 +44,6 @@ from forebay.prompts.sources import (
     Source,
     Tokenize,
     ToRolloutState,
-    as_answer,
     bad_prompt,
     build_prompt,
     independent,
@@ -214,7 +213,10 @@ class Sampler:
         if not carries_response(prompt):
             return prompt
         if self._offline:
-            return as_answer(prompt, index)
+            if lacks_tokens(prompt):
+                raise InvalidRecord(index, "has a response without a token; expected a token, or no response")
+            prompt.status = Status.COMPLETED
+            return prompt
         self._warn(
             "responses_dropped index=%d: records have responses; they are dropped, and generated (give offline=True to "
             "train on them as they are)",

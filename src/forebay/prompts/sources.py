@@ -32,7 +32,6 @@ from forebay.core.rollout import (
     SampleParams,
     Status,
     TokenColumn,
-    lacks_tokens,
     reset_response,
 )
 from forebay.core.validate import check_group, checked_integer
@@ -45,7 +44,6 @@ __all__ = [
     "Source",
     "ToRolloutState",
     "Tokenize",
-    "as_answer",
     "bad_prompt",
     "build_prompt",
     "independent",
@@ -335,14 +333,6 @@ def without_response(prompt: RolloutState) -> RolloutState:
     bare = reset_response(prompt)
     bare.tokens = bare.prompt_ids
     return bare
-
-
-def as_answer(prompt: RolloutState, index: int) -> RolloutState:
-    """The prompt with the response of its record as the answer; InvalidRecord if the response has no token."""
-    if lacks_tokens(prompt):
-        raise InvalidRecord(index, "has a response without a token; expected at least one token, or no response")
-    prompt.status = Status.COMPLETED
-    return prompt
 
 
 _BAD = "bad record: "
