@@ -34,8 +34,8 @@ from forebay.core.rollout import (
     versioned_tokens,
 )
 from forebay.core.staleness import EXPIRABLE, NO_LIMITS, Limits, check_versions, expire_members, sample_staleness, stamp
-from forebay.core.validate import check_group, plain_columns
-from forebay.errors import InvalidGroup, InvalidInput, UnsupportedPayload
+from forebay.core.validate import check_group, checked_priority, plain_columns
+from forebay.errors import InvalidGroup, UnsupportedPayload
 from forebay.storage.base import Arrival, Content, Revision, Storage, Summary
 
 __all__ = ["Expiry", "admit", "content_of", "lost_reason", "needs_values", "resolve_arrival", "resolve_content"]
@@ -106,8 +106,8 @@ def _stamp(group: Group, model_step: int) -> None:
 
 def content_of(group: Group, tags: Tags | None, priority: float | None, task_name: str | None = None) -> Content:
     """A group as the storage takes it; UnsupportedPayload names the value that no frame can hold."""
-    if priority is not None and (not isinstance(priority, (int, float)) or not abs(priority) <= 1e300):
-        raise InvalidInput(f"priority is {priority!r:.80}; expected a finite number")
+    if priority is not None:
+        checked_priority("priority", priority)
     freeze_arrays(group)
     try:
         try:

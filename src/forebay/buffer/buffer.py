@@ -29,6 +29,7 @@ from forebay.core.validate import (
     checked_integer,
     checked_many,
     checked_mapping,
+    checked_priority,
     checked_reason,
     checked_status,
     checked_statuses,
@@ -366,11 +367,11 @@ class ReplayBuffer:
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
         """Set priorities by uid; returns how many of these groups are still there."""
         await self._session.ready()
-        for uid, priority in checked_mapping("priorities", priorities).items():
-            checked_integer("uid", uid)
-            if not isinstance(priority, (int, float)) or not abs(priority) <= 1e300:
-                raise InvalidInput(f"priority of uid {uid} is {priority!r:.80}; expected a finite number")
-        return await self.storage.set_priority({uid: float(p) for uid, p in priorities.items()})
+        checked = {
+            checked_integer("uid", uid): checked_priority(f"priority of uid {uid}", priority)
+            for uid, priority in checked_mapping("priorities", priorities).items()
+        }
+        return await self.storage.set_priority(checked)
 
     async def ledger(self, *, tokens: bool = False) -> dict[str, LedgerLine]:
         """Per task: issued = in_flight + buffered + leased + trained + filtered + failed + discarded (G1).

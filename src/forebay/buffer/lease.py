@@ -17,7 +17,6 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -32,7 +31,7 @@ from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import apply_token_mask, sample_staleness
 from forebay.core.validate import checked_integer, checked_reason, checked_wants
 from forebay.errors import BufferClosed, InvalidInput, LostLease, StorageUnavailable
-from forebay.storage.base import Claim, Claimed, Purpose, Rows
+from forebay.storage.base import Claim, Purpose, Rows
 
 __all__ = ["Claims", "Lease", "LeaseAttempt", "LeaseRequest", "Request", "asked", "shard"]
 
@@ -261,66 +260,68 @@ class Claims:
         self._session = session
         self._storage = session.storage
         self._expiry = expiry
-        self._owed: list[Callable[[], Awaitable[None]]] = []  # return groups that could not be handed out
+        self._owed: list[tuple[Claim, Rows]] = []  # claims whose groups could not be given back yet
 
     async def take(self, wants: Mapping[str, int], status: Status) -> dict[str, Groups]:
         """At most this many groups of each task, for good."""
-        wants = checked_wants(wants)
-        rows = await self._claim_some(wants, (status,), Purpose.TAKE)
-        return await self.hand_out(rows, None)
+        owner = self._session.owner
+        claim = Claim(wants=checked_wants(wants), statuses=(status,), purpose=Purpose.TAKE, owner=owner)
+        return await self.hand_out(await self.claim(claim) or {}, None)
 
     async def draw(
         self, n: int, task_name: str, statuses: tuple[Status, ...], group_ids: tuple[int, ...] = ()
     ) -> Groups:
         """At most n groups to be generated again; `group_ids`: only these, if any are given."""
-        rows = await self._claim_some(checked_wants({task_name: n}), statuses, Purpose.DRAW, group_ids)
-        return [present(row) for row in rows[task_name]]
+        wants, owner = checked_wants({task_name: n}), self._session.owner
+        claim = Claim(wants=wants, statuses=statuses, purpose=Purpose.DRAW, owner=owner, group_ids=group_ids)
+        rows = await self.claim(claim) or {}
+        return [present(row) for row in rows.get(task_name, ())]
 
-    async def _claim_some(
-        self, wants: dict[str, int], statuses: tuple[Status, ...], purpose: Purpose, group_ids: tuple[int, ...] = ()
-    ) -> Rows:
-        """Claim what is there; if groups had to expire first, claim the rest once more."""
-        self._session.check_open()
+    async def claim(self, claim: Claim) -> Rows | None:
+        """Claim what is there; None if not all of a whole batch is. If groups had to expire first, claim once more."""
+        await self._session.ready()
         await self.give_back_owed()
-        owner = self._session.owner
-        claim = Claim(wants=wants, statuses=statuses, purpose=purpose, owner=owner, group_ids=group_ids)
-        claimed = await self._storage.claim(claim)
-        rows = claimed.rows
-        assert rows is not None
-        self._expiry.learn_limits(claimed.limits)
-        due = _due(claim, claimed)
-        if not due:
+        rows, due = await self._claim(claim)
+        if rows is None and due:
+            await self._expiry.expire(due)
+            rows, due = await self._claim(claim)
+        if rows is None or not due:
             return rows
         try:
             await self._expiry.expire(due)
-            missing = {name: wants[name] - len(rows[name]) for name in due}
-            if Status.EXPIRED in statuses and any(missing.values()):
-                more = (await self._storage.claim(replace(claim, wants=missing))).rows
+            missing = {name: claim.wants[name] - len(rows[name]) for name in due}
+            if Status.EXPIRED in claim.statuses and any(missing.values()):
+                more, _ = await self._claim(replace(claim, wants=missing))
                 assert more is not None
                 rows = {name: found + more.get(name, []) for name, found in rows.items()}
         except BaseException:
-            await self.give_back(partial(self._storage.undo, claim, rows))
+            await self.give_back(claim, rows)
             raise
         return rows
+
+    async def _claim(self, claim: Claim) -> tuple[Rows | None, list[str]]:
+        """The rows of a claim, and the tasks whose groups have to expire: those of which it wants something."""
+        claimed = await self._storage.claim(claim)
+        self._expiry.learn_limits(claimed.limits)
+        return claimed.rows, [task_name for task_name in claimed.due if claim.wants[task_name] > 0]
 
     async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
         """Settle rows of a lease."""
         await self._session.ready()
         await self._storage.settle(lease_id, uids, event, reason)
 
-    async def give_back(self, returning: Callable[[], Awaitable[None]]) -> None:
+    async def give_back(self, claim: Claim, rows: Rows) -> None:
         """Return groups that were claimed and cannot be handed out: now, or before the next claim."""
-        self._owed.append(returning)
+        self._owed.append((claim, rows))
         with suppress(StorageUnavailable):
             await self.give_back_owed()
 
     async def give_back_owed(self) -> None:
         """Return groups of earlier claims that could not be returned because the storage was away."""
-        for returning in list(self._owed):
-            with suppress(LostLease, BufferClosed):  # then they are back already
-                await returning()
-            if returning in self._owed:
-                self._owed.remove(returning)
+        for owed in list(self._owed):
+            with suppress(BufferClosed):  # then they are back already
+                await self._storage.undo(*owed)
+            self._owed = [other for other in self._owed if other is not owed]
 
     async def hand_out(self, claimed: Rows, train_step: int | None) -> dict[str, Groups]:
         """Copies of claimed groups, token masks applied to those that will be trained on."""
@@ -377,45 +378,20 @@ class LeaseAttempt:
 
     async def claim(self) -> bool:
         """Try to claim the batch; whether all of it was there."""
-        session, expiry = self._claims._session, self._claims._expiry
-        await session.ready()
-        await self._claims.give_back_owed()
-        expiry.see(self._train_step, asked(self._claim.wants))
-        claimed = await session.storage.claim(self._claim)
-        expiry.learn_limits(claimed.limits)
-        if claimed.rows is None and (due := _due(self._claim, claimed)):
-            await expiry.expire(due)
-            claimed = await session.storage.claim(self._claim)
-        if claimed.rows is None:
-            return False
-        self._rows = claimed.rows
-        try:
-            await expiry.expire(_due(self._claim, claimed))
-        except BaseException:
-            await self._give_back()
-            raise
-        return True
+        self._claims._expiry.see(self._train_step, asked(self._claim.wants))
+        rows = await self._claims.claim(self._claim)
+        self._rows = rows or {}
+        return rows is not None
 
     async def grant(self) -> Lease:
         """The lease of the batch that was claimed."""
+        uids = {(name, row.record.group_id): row.record.uid for name, rows in self._rows.items() for row in rows}
         try:
             groups = await self._claims.hand_out(self._rows, self._train_step)
         except BaseException:
-            await self._give_back()
+            await self._claims.give_back(self._claim, self._rows)
             raise
-        return Lease(self._lease_id, self._train_step, groups, self._uids(), self._claims.settle)
-
-    def _uids(self) -> dict[tuple[str, int], int]:
-        return {(name, row.record.group_id): row.record.uid for name, rows in self._rows.items() for row in rows}
-
-    async def _give_back(self) -> None:
-        if uids := list(self._uids().values()):
-            await self._claims.give_back(partial(self._claims.settle, self._lease_id, uids, Event.NACKED, None))
-
-
-def _due(claim: Claim, claimed: Claimed) -> list[str]:
-    """The tasks whose groups have to expire: a claim leaves tasks alone of which it wants nothing."""
-    return [task_name for task_name in claimed.due if claim.wants[task_name] > 0]
+        return Lease(self._lease_id, self._train_step, groups, uids, self._claims.settle)
 
 
 def asked(wants: Mapping[str, int]) -> list[str]:

@@ -20,6 +20,7 @@ __all__ = [
     "checked_integer",
     "checked_many",
     "checked_mapping",
+    "checked_priority",
     "checked_reason",
     "checked_status",
     "checked_statuses",
@@ -288,6 +289,13 @@ def checked_wants(wants: Mapping[str, int]) -> dict[str, int]:
         checked_task(task_name): max(0, checked_integer(f"groups of {task_name!r}", n))
         for task_name, n in wants.items()
     }
+
+
+def checked_priority(name: str, priority: object) -> float:
+    """A priority as a float; InvalidInput unless it is a finite number."""
+    if not isinstance(priority, (int, float)) or not abs(priority) <= 1e300:
+        raise InvalidInput(f"{name} is {priority!r:.80}; expected a finite number")
+    return float(priority)
 
 
 def checked_reason(reason: str) -> str:
