@@ -218,7 +218,7 @@ class Expiry:
             self._steps[task_name] = max(train_step, self._steps.get(task_name, 0))
 
     def limits(self, task_name: str) -> Limits:
-        """The limits in force, as this process last heard of them."""
+        """The limits in force, as this process knows them."""
         return self._limits.get(task_name, NO_LIMITS)
 
     def limits_with(

@@ -3,7 +3,7 @@
 It owns no group: rows, counts, clocks and limits live in the storage, which moves them in single steps. This file has
 the methods that users call; they check arguments and order those steps: groups that come in pass `admission`, groups
 that leave pass `claims`, and waits wake on the change itself (G11). Work that could hold the event loop for long is cut
-into slices (G10). A buffer lives on one event loop at a time; `forebay.blocking` serves other threads.
+into slices (G10). A buffer belongs to one event loop at a time; `forebay.blocking` serves other threads.
 """
 
 from __future__ import annotations

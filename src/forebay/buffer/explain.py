@@ -82,7 +82,7 @@ def full_pools(pools: Iterable[Pool]) -> list[str]:
 
 
 def capacity(summary: Summary, settings: Settings, produced: Collection[str] | None) -> str:
-    """How much of each limit is used, and how much of it by tasks that nobody produces."""
+    """How much of each limit is used, and how much of it by tasks that no manager produces."""
     usage, limits = summary.usage, []
     if settings.max_groups is not None:
         limits.append(f"{usage.groups} of {settings.max_groups} groups in use")
@@ -98,7 +98,7 @@ def capacity(summary: Summary, settings: Settings, produced: Collection[str] | N
 
 
 def _kept_aside(summary: Summary, produced: Collection[str] | None) -> Mapping[str, int]:
-    """Groups that count against the capacity, of tasks that nobody produces."""
+    """Groups that count against the capacity, of tasks that no manager produces."""
     held = {}
     for task_name, line in summary.ledger().items():
         groups = line["in_flight"] + line["buffered"] + line["leased"]

@@ -1,7 +1,7 @@
 """A buffer's session with its storage: open it once, send heartbeats, wait for changes, close it.
 
 All first calls share one opening. Closing the session ends its waits with BufferClosed and gives its groups back. A
-session lives on one event loop at a time. Waits wake on the change itself (G11); where owners have deadlines, they
+session belongs to one event loop at a time. Waits wake on the change itself (G11); where owners have deadlines, they
 wake for those, too.
 """
 
@@ -82,7 +82,7 @@ class Session:
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._loop is not None and not self._loop.is_closed():
             raise WrongEventLoop(
-                "this buffer lives on another event loop that still runs; use forebay.blocking to share a buffer "
+                "this buffer belongs to another event loop that still runs; use forebay.blocking to share a buffer "
                 "between threads"
             )
         if self._unsubscribe is not None:
@@ -238,8 +238,8 @@ class Session:
         """InvalidConfig if a batch is not there and can never be.
 
         That is: a producer of this buffer found no room for its next prompt, nothing is in flight, leased, or buffered
-        to be generated again, the buffered groups are not enough, and nobody else waits to take any of them: they
-        belong to the tasks of this batch (also those of which it wants none) or to tasks that nobody produces.
+        to be generated again, the buffered groups are not enough, and no other caller waits for any of them: they
+        belong to the tasks of this batch (also those of which it wants none) or to tasks that no manager produces.
         """
         if self._refused is None:
             return
@@ -264,7 +264,7 @@ class Session:
         lines = summary.ledger()
         if any(line["in_flight"] or line["leased"] for line in lines.values()):
             return True
-        # Groups that nobody produces are not drawn again, and nobody waits for them.
+        # Groups of tasks that no manager produces are not drawn again, and no caller waits for them.
         produced = [name for name in lines if self.produced is None or name in self.produced]
         others = lines if self.storage.shared else produced
         if any(lines[name]["buffered"] for name in others if name not in wants):

@@ -158,7 +158,7 @@ async def uncancelled(work: Awaitable[T]) -> T:
 
 
 def ignore_exception(future: asyncio.Future[Any]) -> None:
-    """Retrieve the exception of a future that nobody waits for, so that asyncio does not log it."""
+    """Retrieve the exception of a future that has no other waiter, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()
 
@@ -283,7 +283,7 @@ class Changes:
     def notify(self, tasks: Collection[str] = ANY_TASK) -> None:
         """Wake the waiters of these tasks."""
         if self._loop.is_closed():
-            return  # nobody can be waiting there any more
+            return  # it has no waiters any more
         if threading.get_ident() == self._thread:
             self._wake(tasks)
         else:

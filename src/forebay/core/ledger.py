@@ -436,7 +436,7 @@ def identify(group: Group, task_name: str, group_id: int) -> None:
 
 
 def number_rollouts(group: Sequence[RolloutState], group_id: int) -> None:
-    """Number the members of a group that is handed out, if nobody else did; stored groups do without."""
+    """Number the members of a group that is handed out, if they have no number yet; stored groups do without."""
     if group[0].rollout_id is None:
         samples = len(group)
         for index, state in enumerate(group):
@@ -469,7 +469,7 @@ def present(row: Row) -> list[RolloutState]:
 
 
 def separate_extra_fields(members: Sequence[RolloutState]) -> None:
-    """Siblings share their extra fields in the buffer; whoever gets them writes into them."""
+    """Siblings share their extra fields in the buffer; the caller that gets them writes into them."""
     for state in members:
         state.extra_fields = state.extra_fields.copy()
 
@@ -478,7 +478,7 @@ _MAX_TAGS = 64
 
 
 def check_tags(tags: Tags | None) -> Tags:
-    """Tags as a dict of its own; InvalidInput unless all are named plain values."""
+    """A copy of the tags; InvalidInput unless all are named plain values."""
     if not isinstance(tags, Mapping):
         if tags is None:
             return NO_TAGS

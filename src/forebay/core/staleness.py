@@ -175,7 +175,7 @@ def _newest_trainable_step(state: RolloutState) -> int | None:
     mask = state.response_mask
     versioned, tokens = sum([run for _, run in spans]), versioned_tokens(state)
     if versioned < tokens and (mask is None or _any_set(mask, versioned, tokens)):
-        return None  # it can be trained on tokens whose age nobody knows
+        return None  # it can be trained on tokens of unknown age
     if mask is None:
         return spans[0][0] if len(spans) == 1 else max(step for step, _ in spans)
     newest: int | None = None
