@@ -378,10 +378,10 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
         "expired_groups_retryable is 'no'",
         lambda b: b.put(make_group(), "math", expired_groups_retryable="no"),
     ),
-    "a wait for more than fits": (InvalidConfig, "would never end", lambda b: b.wait_ready({"math": 9})),
+    "a wait for more than fits": (InvalidConfig, "can never fit", lambda b: b.wait_ready({"math": 9})),
     "a lease of more than fits": (
         InvalidConfig,
-        "would never end",
+        "can never fit",
         lambda b: b._lease({"math": 5, "code": 4}, 1, Status.COMPLETED, None),
     ),
 }

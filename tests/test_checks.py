@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from forebay.core.rollout import COLUMNS, RolloutState, Status
-from forebay.core.validate import check_group, whole_number
+from forebay.core.validate import check_group, checked_integer
 from forebay.errors import InvalidGroup, InvalidInput
 
 
@@ -211,7 +211,7 @@ def test_versions_that_are_not_spans_are_refused(spans: object) -> None:
 
 @pytest.mark.parametrize("value", [5, np.int64(5), np.uint8(5), np.int32(5)])
 def test_integers_of_any_kind_become_ints(value: object) -> None:
-    number = whole_number("groups", value)
+    number = checked_integer("groups", value)
     assert number == 5
     assert type(number) is int
 
@@ -219,14 +219,14 @@ def test_integers_of_any_kind_become_ints(value: object) -> None:
 @pytest.mark.parametrize("value", [True, np.True_, 5.0, np.float64(5), "5", None, [5], np.array([5])])
 def test_values_that_are_not_integers_are_refused(value: object) -> None:
     with pytest.raises(InvalidInput, match=re.escape(f"groups is {value!r}; expected an integer")):
-        whole_number("groups", value)
+        checked_integer("groups", value)
 
 
 def test_an_integer_may_have_a_least_value() -> None:
-    assert whole_number("groups", 1, least=1) == 1
-    assert whole_number("groups", -1) == -1
-    with pytest.raises(InvalidInput, match="groups is 0; expected at least 1"):
-        whole_number("groups", 0, least=1)
+    assert checked_integer("groups", 1, least=1) == 1
+    assert checked_integer("groups", -1) == -1
+    with pytest.raises(InvalidInput, match="groups is 0; expected an integer of at least 1"):
+        checked_integer("groups", 0, least=1)
 
 
 @pytest.mark.parametrize("name", ["group_id", "rollout_id", "attempt"])

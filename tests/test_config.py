@@ -182,7 +182,7 @@ def test_a_table_of_a_toml_file_becomes_a_config(tmp_path: Path) -> None:
         (b'[replay_buffer]\npolicy = "\xff"\n', r"run\.toml is not TOML"),
         (b"[replay_buffer]\nmax_group = 3\n", "unknown field `max_group`"),
         (b'[replay_buffer]\nmax_groups = "3"\n', r"Expected `int \| null`, got `str` - at `\$\.max_groups`"),
-        (b"[replay_buffer]\nmax_groups = 0\n", "max_groups is 0; expected at least 1"),
+        (b"[replay_buffer]\nmax_groups = 0\n", "max_groups is 0; expected an integer of at least 1"),
     ],
 )
 def test_a_file_without_a_valid_config_is_refused(tmp_path: Path, content: bytes, message: str) -> None:

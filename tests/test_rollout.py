@@ -13,14 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay import ReplayBuffer
-from forebay.core.payload import freeze_arrays, group_bytes
+from forebay.core.payload import freeze_arrays, group_bytes, shares_prompt
 from forebay.core.rollout import (
     COLUMNS,
     DRAWABLE,
     FIELDS,
     ISSUED_FIELDS,
     PROMPT_FIELDS,
-    RESPONSE_FIELDS,
     USER_FIELDS,
     Part,
     RolloutState,
@@ -31,7 +30,6 @@ from forebay.core.rollout import (
     group_status,
     group_tokens,
     reset_response,
-    shares_prompt,
     version_spans_of,
     versioned_tokens,
 )
@@ -252,8 +250,9 @@ KEPT: dict[str, Any] = {
 
 
 def test_a_reset_removes_the_fields_of_the_response_and_keeps_the_others() -> None:
-    assert set(RESPONSE_FIELDS) == {*GONE, "tokens", "issued"}
-    assert FIELDS.keys() - set(RESPONSE_FIELDS) == set(KEPT)
+    response_fields = {name for name, field in FIELDS.items() if field.part is Part.RESPONSE}
+    assert response_fields == {*GONE, "tokens", "issued"}
+    assert FIELDS.keys() - response_fields == set(KEPT)
 
 
 def test_a_reset_sample_has_its_prompt_and_nothing_of_its_response() -> None:

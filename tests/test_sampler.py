@@ -30,9 +30,10 @@ from forebay import (
     StorageError,
     WaitTimeout,
 )
+from forebay.buffer.internal import internals
 from forebay.core.rollout import DRAWABLE
 from forebay.prompts import sampler as sampler_module
-from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, give_back
+from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
 from forebay.prompts.sources import shuffled_index
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
@@ -730,7 +731,7 @@ async def test_a_draw_that_waits_for_room_takes_a_retry_that_comes_back() -> Non
     drawn = await sampler.draw(1, "math")
     waiting = asyncio.ensure_future(sampler.draw(1, "math"))
     await turns(20)
-    await give_back(buffer, drawn, "math")
+    await internals(buffer).give_back(drawn, "math")
     assert ids(await asyncio.wait_for(waiting, HANG_S)) == [0]
 
 
@@ -742,7 +743,7 @@ async def test_a_draw_that_waits_for_room_holds_up_no_other() -> None:
     await turns(20)
     with pytest.raises(WaitTimeout):
         await asyncio.wait_for(sampler.draw(1, "math", timeout_s=0), 10)
-    await give_back(buffer, drawn[:1], "math")
+    await internals(buffer).give_back(drawn[:1], "math")
     assert ids(await asyncio.wait_for(sampler.draw(4, "math"), HANG_S)) == [0]
     waiting.cancel()
     await asyncio.wait((waiting,))
@@ -885,7 +886,7 @@ async def test_nothing_but_bad_records_ends_in_an_error(
 async def test_what_was_drawn_with_a_record_that_fails_is_given_back() -> None:
     buffer = ReplayBuffer()
     sampler = SamplerWithReplayBuffer(half_bad(6), buffer, shuffle=False)
-    await give_back(buffer, await sampler.draw(1, "math"), "math")
+    await internals(buffer).give_back(await sampler.draw(1, "math"), "math")
     with pytest.raises(InvalidRecord):
         await sampler.draw(3, "math")
     assert await closed_ledger(buffer) == {"issued": 1, "buffered": 1}
@@ -1045,7 +1046,7 @@ async def test_a_draw_cancelled_at_any_point_leaves_nothing_in_flight_and_skips_
         buffer = ReplayBuffer(storage=Suspending())
         sampler = SamplerWithReplayBuffer(kind(6), buffer, prompt_repeat_k=2, skip_bad_records=True)
         first = await sampler.draw(2, "math")
-        await give_back(buffer, first[:1], "math")  # so that the draw claims, too
+        await internals(buffer).give_back(first[:1], "math")  # so that the draw claims, too
         if not await cancelled_after(sampler.draw(3, "math"), iterations, again_after):
             break
         assert (await closed_ledger(buffer))["in_flight"] == 1, iterations
@@ -1161,7 +1162,7 @@ async def test_a_group_that_cannot_go_back_does_not_keep_the_others() -> None:
     drawn = await sampler.draw(3, "math")
     drawn[0][0].response_ids, drawn[0][0].logprobs = [1], [0.1, 0.2]
     with pytest.raises(InvalidInput, match=r"logprobs .* has 2 items"):
-        await give_back(buffer, drawn, "math")
+        await internals(buffer).give_back(drawn, "math")
     assert await closed_ledger(buffer) == {"issued": 3, "in_flight": 1, "buffered": 2}
 
 

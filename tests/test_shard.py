@@ -99,9 +99,9 @@ def test_one_rank_has_everything() -> None:
     ("rank", "world_size", "says"),
     [
         (2, 2, "rank is 2 of world_size 2; expected 0 to 1"),
-        (-1, 2, "rank is -1; expected at least 0"),
-        (0, 0, "world_size is 0; expected at least 1"),
-        (0, -4, "world_size is -4; expected at least 1"),
+        (-1, 2, "rank is -1; expected an integer of at least 0"),
+        (0, 0, "world_size is 0; expected an integer of at least 1"),
+        (0, -4, "world_size is -4; expected an integer of at least 1"),
         (0.5, 2, "rank is 0.5; expected an integer"),
         (0, "2", "world_size is '2'; expected an integer"),
         (None, 2, "rank is None; expected an integer"),

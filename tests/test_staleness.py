@@ -65,8 +65,8 @@ def test_tokens_of_model_step_4_are_good_up_to_a_train_step(threshold: int, last
 @pytest.mark.parametrize(
     ("max_staleness", "interval", "message"),
     [
-        (-1, 1, "max_staleness is -1; expected at least 0"),
-        (0, 0, "sync_weights_interval is 0; expected at least 1"),
+        (-1, 1, "max_staleness is -1; expected an integer of at least 0"),
+        (0, 0, "sync_weights_interval is 0; expected an integer of at least 1"),
         (0, -4, "sync_weights_interval is -4"),
         (0.5, 1, "max_staleness is 0.5; expected an integer"),
         (0, True, "sync_weights_interval is True; expected an integer"),
@@ -99,7 +99,7 @@ def test_the_floors_of_limits_are_those_of_their_thresholds() -> None:
 def test_a_step_may_be_missing_but_not_below_its_least() -> None:
     assert check_step("train_step", None, least=1) is None
     assert check_step("train_step", 1, least=1) == 1
-    with pytest.raises(InvalidInput, match="train_step is 0; expected at least 1"):
+    with pytest.raises(InvalidInput, match="train_step is 0; expected an integer of at least 1"):
         check_step("train_step", 0, least=1)
 
 

@@ -31,7 +31,7 @@ from forebay.core.policy import (
     ReplayPolicy,
     StalenessReplayPolicy,
 )
-from forebay.core.validate import checked_task, whole_number
+from forebay.core.validate import checked_integer, checked_task
 from forebay.errors import InvalidConfig, InvalidInput
 from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Task
 from forebay.manager.allocation import check_weights
@@ -204,7 +204,7 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         checked_task(self.name)
-        whole_number("prompt_repeat_k", self.prompt_repeat_k, least=1)
+        checked_integer("prompt_repeat_k", self.prompt_repeat_k, least=1)
         if self.weight != 0:
             check_weights({self.name: self.weight})
 
@@ -259,7 +259,7 @@ class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     replay_buffer: ReplayBufferConfig = AsyncReplayBufferConfig()
 
     def __post_init__(self) -> None:
-        whole_number("sync_weights_interval", self.sync_weights_interval, least=1)
+        checked_integer("sync_weights_interval", self.sync_weights_interval, least=1)
         if self.mode not in ("colocated", "disaggregated"):
             raise InvalidConfig(f"mode is {self.mode!r}; expected 'colocated' or 'disaggregated'")
         names = [task.name for task in self._task_configs]

@@ -44,7 +44,7 @@ class Hosts:
         return self._storage(0)
 
     def sharded(self, shards: int) -> Storage:
-        return ShardedStorage([self._storage(shard) for shard in range(shards)])  # type: ignore[abstract]
+        return ShardedStorage([self._storage(shard) for shard in range(shards)])
 
     def _storage(self, shard: int) -> RayStorage:
         turn = self._turns[shard] = self._turns.get(shard, 0) + 1
@@ -56,7 +56,7 @@ class Hosts:
             actor = declare(num_cpus=0, concurrency_groups=_GROUPS)(ReusableActor).remote(spec, "memory")
             self._actors[place] = actor
         ray.get(actor.renew.remote(self._url()))
-        return RayStorage(Link.to(actor, f"tests-{shard}"))  # type: ignore[abstract]
+        return RayStorage(Link.to(actor, f"tests-{shard}"))
 
     def _url(self) -> str:
         if self._kind == "memory":

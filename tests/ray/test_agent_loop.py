@@ -584,7 +584,7 @@ async def test_calls_reach_actors_that_are_still_starting(cluster: LocalCluster)
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"actors": 0}, "actors is 0; expected at least 1"),
+        ({"actors": 0}, "actors is 0; expected an integer of at least 1"),
         ({"actors": 1.5}, "actors is 1.5; expected an integer"),
         ({"actors": 1, "max_groups_per_actor": 0}, "max_groups_per_actor is 0"),
         ({"actors": 1, "cancel_timeout_s": 0}, "cancel_timeout_s is 0"),

@@ -1,8 +1,8 @@
 """How samples enter a buffer, and how stored ones expire.
 
-`admit` turns the samples that a caller hands in into an arrival for the storage: checked, compared with the prompt as
-issued, stamped with versions, judged for age, described, in this order. The buffer keeps these very objects (their
-arrays become read-only), because copies would cost more than all the rest. A group that is refused keeps its content.
+`admit` turns samples into an arrival for the storage: checked, compared with the prompt as issued, stamped with
+versions, judged for age, described, in this order. The buffer keeps these very objects (their arrays become read-only),
+because copies would cost more than all the rest. A group that is refused keeps its content.
 For storages that keep no references, the values replace them first, so that sizes count them. A value that is lost
 fails its group with that reason, and none of the other groups of the call.
 
@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from msgspec.structs import replace
 
-from forebay.core.ledger import Account, Clock, Facts, Row, Tags, describe
+from forebay.core.ledger import Account, Clock, Row, Tags, describe
 from forebay.core.payload import freeze_arrays, settle_changes
 from forebay.core.query import And, Compare
 from forebay.core.references import KINDS, as_values, resolve_or_fail, without_references
@@ -34,20 +34,11 @@ from forebay.core.rollout import (
     versioned_tokens,
 )
 from forebay.core.staleness import EXPIRABLE, NO_LIMITS, Limits, check_versions, expire_members, sample_staleness, stamp
-from forebay.core.validate import check_group, plain_columns
-from forebay.errors import InvalidGroup, InvalidInput, UnsupportedPayload
+from forebay.core.validate import check_group, checked_priority, plain_columns
+from forebay.errors import InvalidGroup, UnsupportedPayload
 from forebay.storage.base import Arrival, Content, Revision, Storage, Summary
 
-__all__ = [
-    "Expiry",
-    "admit",
-    "content_of",
-    "expire_content",
-    "lost_reason",
-    "needs_values",
-    "resolve_arrivals",
-    "resolve_contents",
-]
+__all__ = ["Expiry", "admit", "content_of", "lost_reason", "needs_values", "resolve_arrival", "resolve_content"]
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +88,7 @@ def admit(
         group_id=group_id,
         attempt=attempt,
         stale=stale,
-        reason="stale" if stale else _last_error(group),
+        reason="stale" if stale else next((state.error_msg for state in reversed(group) if state.error_msg), None),
         reset_tokens=reset_tokens,
     )
 
@@ -114,29 +105,25 @@ def _stamp(group: Group, model_step: int) -> None:
 
 
 def content_of(group: Group, tags: Tags | None, priority: float | None, task_name: str | None = None) -> Content:
-    """A group of the buffer's own as the storage wants it; UnsupportedPayload says what no frame can hold."""
-    if priority is not None and (not isinstance(priority, (int, float)) or not abs(priority) <= 1e300):
-        raise InvalidInput(f"priority is {priority!r:.80}; expected a finite number")
+    """A group as the storage takes it; UnsupportedPayload names the value that no frame can hold."""
+    if priority is not None:
+        checked_priority("priority", priority)
     freeze_arrays(group)
     try:
-        facts = _described(group)
+        try:
+            facts = describe(group)
+        except UnsupportedPayload:
+            if not plain_columns(group):
+                raise
+            facts = describe(group)
     except UnsupportedPayload as error:
         name = f"group {group[0].group_id} of task {task_name or group[0].task_name!r}"
         raise UnsupportedPayload(f"{name}: {_with_path(group, error)}") from None
     return Content(group, facts, tags, priority)
 
 
-def _described(group: Group) -> Facts:
-    try:
-        return describe(group)
-    except UnsupportedPayload:
-        if not plain_columns(group):
-            raise
-    return describe(group)
-
-
 def _with_path(group: Group, error: UnsupportedPayload) -> UnsupportedPayload:
-    """What is wrong with a payload, said by the codec, which knows the path of every value."""
+    """The error of the codec, which has the path of the value."""
     from forebay.codec.frame import encode_group  # imported here: the buffer works without it
 
     try:
@@ -146,37 +133,41 @@ def _with_path(group: Group, error: UnsupportedPayload) -> UnsupportedPayload:
     return error
 
 
-def expire_content(group: Group, limits: Limits, train_step: int) -> Content | None:
-    """What a stored group that is due becomes; None if it is to be dropped.
+def _expired(row: Row, account: Account) -> Content | None:
+    """The content of a stored group that is due; None if it is to be dropped.
 
-    If no member is below the floors after all, it stays as it is, with its facts computed anew.
+    If no member is below the floors after all, it stays as it is, with its facts computed again.
     """
-    expired = expire_members(group, limits.floors(train_step))
-    if expired is not None and not limits.retryable:
+    assert account.train_step is not None, "nothing is due without a train step"
+    expired = expire_members(row.group, account.limits.floors(account.train_step))
+    if expired is not None and not account.limits.retryable:
         return None
-    return content_of(expired or group, None, None)
-
-
-def _last_error(group: Group) -> str | None:
-    return next((state.error_msg for state in reversed(group) if state.error_msg), None)
+    return content_of(expired or row.group, None, None)
 
 
 # --- references -----------------------------------------------------------------------------------------
 
 
 def needs_values(storage: Storage) -> bool:
-    """Whether groups have to be looked through before they are handed to a storage."""
+    """Whether groups may have references that a storage does not keep."""
     return bool(KINDS) and storage.durable
 
 
-async def resolve_arrivals(arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """Arrivals with values for their references."""
-    return await asyncio.gather(*[_arrival(arrival) for arrival in arrivals])
+async def resolve_arrival(arrival: Arrival) -> Arrival:
+    """An arrival with values for its references."""
+    before = arrival.content
+    useless = before.facts.status in (Status.FAILED, Status.FILTERED)
+    if arrival.stale or (useless and arrival.attempt is not None):  # it ends as it arrives
+        return replace(arrival, content=_with_group(before, without_references(before.group)))
+    content = await resolve_content(before)
+    if content is before:
+        return arrival
+    return replace(arrival, content=content, reason=lost_reason(before, content) or arrival.reason)
 
 
-async def resolve_contents(contents: Sequence[Content]) -> list[Content]:
-    """Contents with values for their references."""
-    return await asyncio.gather(*[_content(content) for content in contents])
+async def resolve_content(content: Content) -> Content:
+    """A content with values for its references."""
+    return _with_group(content, await resolve_or_fail(content.group))
 
 
 def lost_reason(before: Content, after: Content) -> str | None:
@@ -184,26 +175,6 @@ def lost_reason(before: Content, after: Content) -> str | None:
     if after is before or after.facts.status is not Status.FAILED or before.facts.status is Status.FAILED:
         return None
     return after.group[0].error_msg
-
-
-async def _arrival(arrival: Arrival) -> Arrival:
-    before = arrival.content
-    if _ends(arrival):
-        return replace(arrival, content=_with_group(before, without_references(before.group)))
-    content = await _content(before)
-    if content is before:
-        return arrival
-    return replace(arrival, content=content, reason=lost_reason(before, content) or arrival.reason)
-
-
-def _ends(arrival: Arrival) -> bool:
-    """Whether a group leaves as it comes: too old, or drawn and of no use."""
-    useless = arrival.content.facts.status in (Status.FAILED, Status.FILTERED)
-    return arrival.stale or (useless and arrival.attempt is not None)
-
-
-async def _content(content: Content) -> Content:
-    return _with_group(content, await resolve_or_fail(content.group))
 
 
 def _with_group(content: Content, group: Group) -> Content:
@@ -247,21 +218,15 @@ class Expiry:
             self._steps[task_name] = max(train_step, self._steps.get(task_name, 0))
 
     def limits(self, task_name: str) -> Limits:
-        """The limits in force, as this process last heard of them."""
+        """The limits in force, as this process knows them."""
         return self._limits.get(task_name, NO_LIMITS)
 
     def limits_with(
         self, task_name: str, threshold: int | None, token_threshold: int | None, retryable: bool | None
     ) -> Limits:
         """The limits in force with what a call gives instead."""
-        limits = self.limits(task_name)
-        if threshold is None and token_threshold is None and retryable is None:
-            return limits
-        return Limits(
-            limits.stale_threshold if threshold is None else threshold,
-            limits.token_stale_threshold if token_threshold is None else token_threshold,
-            limits.retryable if retryable is None else retryable,
-        )
+        given = {"stale_threshold": threshold, "token_stale_threshold": token_threshold, "retryable": retryable}
+        return replace(self.limits(task_name), **{name: value for name, value in given.items() if value is not None})
 
     def step_of(self, task_name: str) -> int | None:
         """The latest train step that a task was asked for, as far as this process knows."""
@@ -290,50 +255,38 @@ class Expiry:
             account = (await self._storage.summary((task_name,))).task(task_name).account
             # The clock may have moved in between: a row that is not too old by the account that we read only gets its
             # facts computed again, and is due again.
-            contents = [_expired(row, account) for row in rows]
+            revised = [(row, _expired(row, account)) for row in rows]
             if needs_values(self._storage):
-                rows, contents = await self._valued(rows, contents)
-            revisions = [
-                Revision(row.record.uid, row.record.revision, content)
-                for row, content in zip(rows, contents, strict=True)
-            ]
+                revised = await self._valued(revised)
+            revisions = [Revision(row.record.uid, row.record.revision, content) for row, content in revised]
             applied = await self._storage.revise(revisions)
             newly_expired += sum(
                 done
                 and row.record.status is not Status.EXPIRED
                 and (content is None or content.facts.status is Status.EXPIRED)
-                for row, content, done in zip(rows, contents, applied, strict=True)
+                for (row, content), done in zip(revised, applied, strict=True)
             )
             await asyncio.sleep(0)
         if newly_expired:
             log.info("groups_expired task=%s groups=%d", task_name, newly_expired)
         return newly_expired
 
-    async def _valued(
-        self, rows: Sequence[Row], contents: Sequence[Content | None]
-    ) -> tuple[list[Row], list[Content | None]]:
+    async def _valued(self, revised: Sequence[tuple[Row, Content | None]]) -> list[tuple[Row, Content | None]]:
         """Rows and their new contents with references resolved; rows with a lost value end here, as failed."""
-        kept: list[Row] = []
-        valued: list[Content | None] = []
+        kept: list[tuple[Row, Content | None]] = []
         lost: dict[int, str] = {}
-        for row, content in zip(rows, contents, strict=True):
-            after = content if content is None else (await resolve_contents((content,)))[0]
+        for row, content in revised:
+            after = None if content is None else await resolve_content(content)
             reason = None if content is None or after is None else lost_reason(content, after)
             if reason is None:
-                kept.append(row)
-                valued.append(after)
+                kept.append((row, after))
             else:
                 lost[row.record.uid] = reason
         if lost:
             await self._storage.fail(lost)
-        return kept, valued
+        return kept
 
     async def drop_expired(self, task_name: str) -> None:
         """Discard the EXPIRED groups of a task that no longer retries them."""
         node = And((Compare("task_name", "eq", task_name), Compare("status", "eq", Status.EXPIRED)))
         await self._storage.discard(node, "stale")
-
-
-def _expired(row: Row, account: Account) -> Content | None:
-    assert account.train_step is not None, "nothing is due without a train step"
-    return expire_content(row.group, account.limits, account.train_step)

@@ -3,13 +3,13 @@
 It owns no group: rows, counts, clocks and limits live in the storage, which moves them in single steps. This file has
 the methods that users call; they check arguments and order those steps: groups that come in pass `admission`, groups
 that leave pass `claims`, and waits wake on the change itself (G11). Work that could hold the event loop for long is cut
-into slices (G10). A buffer lives on one event loop at a time; `forebay.blocking` serves other threads.
+into slices (G10). A buffer belongs to one event loop at a time; `forebay.blocking` serves other threads.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,23 @@ from forebay.buffer.group_ends import GroupEnds, OnGroupEnd
 from forebay.buffer.internal import Internals
 from forebay.buffer.lease import Lease, LeaseAttempt, LeaseRequest, asked
 from forebay.buffer.session import Session
-from forebay.core.capacity import EXPECT_GROUP_BYTES, Settings
+from forebay.core.capacity import EXPECT_GROUP_BYTES, Settings, check_ever_fits
 from forebay.core.ledger import Clock, LedgerLine, Place, Record, Tags, present
 from forebay.core.policy import FIFOReplayPolicy, ReplayPolicy
 from forebay.core.query import And, Compare, Node, parse, resolve_staleness
 from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import EXPIRABLE, Limits
 from forebay.core.validate import (
-    batch_name,
+    checked_integer,
     checked_many,
     checked_mapping,
+    checked_priority,
     checked_reason,
     checked_status,
     checked_statuses,
     checked_task,
     checked_wants,
-    whole_number,
+    positive_seconds,
 )
 from forebay.errors import InvalidConfig, InvalidInput
 from forebay.storage.base import Ready, Storage
@@ -48,13 +49,13 @@ Groups = list[list[RolloutState]]
 class ReplayBuffer:
     """Groups of rollouts between those who generate and those who train.
 
-    `max_groups` and `max_bytes` bound what is in flight, buffered and leased together. A group that is being generated
-    counts with the size that it is expected to have: its prompt, and for each member the 99th percentile of the
-    responses of its task (before the first ones are back, `expect_group_bytes` for all its members). So what is held
-    exceeds `max_bytes` by at most what groups grow beyond that. `lease_s`: how long a holder that stopped beating keeps
-    its groups (None: as long as its process lives; 60 s on shared storages).
-    `keep_trained`: so many of the last trained groups stay readable as ARCHIVED. `on_group_end`: a function, plain or
-    async, that is told of every group that leaves for good, with a `GroupEnd`; see `group_ends`.
+    `max_groups` and `max_bytes` bound the groups in flight, buffered and leased together. A group that is being
+    generated counts with the size that it is expected to have: its prompt, and for each member the 99th percentile of
+    the responses of its task (before the first ones are back, `expect_group_bytes` for all its members). So groups
+    exceed `max_bytes` by at most what they grow beyond that. `lease_s`: how long an owner keeps its groups without a
+    heartbeat (None: as long as its process lives; 60 s on shared storages). `keep_trained`: the number of the last
+    trained groups that stay readable as ARCHIVED. `on_group_end`: a function, plain or async, that gets a `GroupEnd`
+    for every group that leaves for good; see `group_ends`.
     """
 
     def __init__(
@@ -77,9 +78,9 @@ class ReplayBuffer:
             )
         for name, limit in (("max_groups", max_groups), ("max_bytes", max_bytes)):
             if limit is not None:
-                whole_number(name, limit, least=1)
-        if lease_s is not None and not (isinstance(lease_s, (int, float)) and 0 < lease_s < float("inf")):
-            raise InvalidConfig(f"lease_s is {lease_s!r}; expected a positive number of seconds")
+                checked_integer(name, limit, least=1)
+        if lease_s is not None:
+            positive_seconds("lease_s", lease_s)
         if self.policy.choose is not None and self.policy.order.columns:
             raise InvalidConfig(f"{self.policy!r} has an order and a choose; expected one of them")
         settings = Settings(
@@ -87,8 +88,8 @@ class ReplayBuffer:
             choose=self.policy.choose,
             max_groups=max_groups,
             max_bytes=max_bytes,
-            expect_group_bytes=whole_number("expect_group_bytes", expect_group_bytes, least=0),
-            keep_trained=whole_number("keep_trained", keep_trained, least=0),
+            expect_group_bytes=checked_integer("expect_group_bytes", expect_group_bytes, least=0),
+            keep_trained=checked_integer("keep_trained", keep_trained, least=0),
         )
         self._expiry = Expiry(self.storage)
         self._session = Session(self.storage, settings, lease_s, self._expiry.recall)
@@ -109,10 +110,10 @@ class ReplayBuffer:
     def __repr__(self) -> str:
         return f"<ReplayBuffer {self.policy!r} on {type(self.storage).__name__}: {len(self)} buffered groups>"
 
-    # --- life -----------------------------------------------------------------------------------------
+    # --- opening and closing -----------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """End every wait, give back what this buffer holds. Closing twice is allowed."""
+        """End every wait and give the groups of this buffer back. Closing twice is allowed."""
         await self._session.close()
 
     async def __aenter__(self) -> ReplayBuffer:
@@ -133,9 +134,8 @@ class ReplayBuffer:
         retryable: bool = True,
     ) -> None:
         """How old the groups of a task may grow. The storage keeps the limits, for every process that uses it."""
-        await self._session.ready()
         limits = Limits(stale_threshold, token_stale_threshold, retryable)
-        await self._expiry.advance({checked_task(task_name): Clock(limits=limits)})
+        await self._internals.advance({checked_task(task_name): Clock(limits=limits)})
 
     # --- in -------------------------------------------------------------------------------------------
 
@@ -236,39 +236,41 @@ class ReplayBuffer:
         await self._session.ready()
         status = checked_status(group_status)
         attempt = LeaseAttempt(self._internals.claims, wants, train_step, status)
-        wants = checked_wants(wants)
-
-        async def claim() -> bool | None:
-            return await attempt.claim() or None
-
-        await self._session.until(
-            claim,
-            f"{batch_name(wants, status)} for train step {train_step}",
-            asked(wants),
-            timeout_s,
-            Ready(wants=wants, status=status),
-            wants if status is Status.COMPLETED else None,
-        )
+        await self._until(attempt.claim, checked_wants(wants), status, timeout_s, f" for train step {train_step}")
         return await attempt.grant()
 
     async def wait_ready(
         self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED, timeout_s: float | None = None
     ) -> None:
-        """Wait until every task has as many groups as asked; takes nothing."""
+        """Wait until every task has the groups that are asked for; takes nothing."""
         await self._session.ready()
         status = checked_status(group_status)
         wants = checked_wants(wants)
-        self._internals.claims.refuse_more_than_fits(wants)
+        check_ever_fits(self._session.settings, sum(wants.values()))
+        await self._until(lambda: self._is_ready(wants, status), wants, status, timeout_s)
 
-        async def attempt() -> bool | None:
-            return await self._is_ready(wants, status) or None
+    async def _until(
+        self,
+        attempt: Callable[[], Awaitable[bool]],
+        wants: dict[str, int],
+        status: Status,
+        timeout_s: float | None,
+        purpose: str = "",
+    ) -> None:
+        """Repeat an attempt until it finds the batch."""
 
-        ready = Ready(wants=wants, status=status)
+        async def found() -> bool | None:
+            return await attempt() or None
+
+        tasks = asked(wants)
+        what = f"{status} groups: {', '.join(f'{wants[name]} of task {name!r}' for name in tasks) or 'none'}{purpose}"
         completed = wants if status is Status.COMPLETED else None
-        await self._session.until(attempt, batch_name(wants, status), asked(wants), timeout_s, ready, completed)
+        await self._session.until(
+            found, what, tasks, timeout_s, lambda: Ready(wants=wants, status=status), completed, needs_room=False
+        )
 
     async def is_ready(self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED) -> bool:
-        """Whether every task has as many groups as asked; tasks asked for 0 or less do not count."""
+        """Whether every task has the groups that are asked for; tasks asked for 0 or less do not count."""
         await self._session.ready()
         return await self._is_ready(checked_wants(wants), checked_status(group_status))
 
@@ -297,7 +299,7 @@ class ReplayBuffer:
         Costs in proportion to what expires. From its start on nothing that is too old leaves the buffer.
         """
         await self._session.ready()
-        whole_number("current_train_step", current_train_step, least=1)
+        checked_integer("current_train_step", current_train_step, least=1)
         chosen = EXPIRABLE if statuses is None else checked_statuses(statuses)
         for status in chosen:
             if status not in EXPIRABLE:
@@ -324,17 +326,15 @@ class ReplayBuffer:
 
     async def count(self, task_name: str, group_status: Status) -> int:
         """Buffered groups of a task and status; 0 for an unknown task."""
-        await self._session.ready()
         status = checked_status(group_status)
-        return (await self.storage.summary((checked_task(task_name),))).task(task_name).statuses.get(status, 0)
+        return (await self._internals.summary((checked_task(task_name),))).task(task_name).statuses.get(status, 0)
 
     async def count_statuses(
         self, tasks: Collection[str], statuses: Collection[Status]
     ) -> dict[str, dict[Status, int]]:
         """Buffered groups by task and status, zeros included."""
-        await self._session.ready()
         names, chosen = checked_many("tasks", tasks), checked_statuses(statuses)
-        summary = await self.storage.summary(names)
+        summary = await self._internals.summary(names)
         return {name: {status: summary.task(name).statuses.get(status, 0) for status in chosen} for name in names}
 
     def __len__(self) -> int:
@@ -345,13 +345,13 @@ class ReplayBuffer:
         """The metadata of the groups that match, at any place, oldest first. Never moves anything."""
         await self._session.ready()
         if limit is not None:
-            whole_number("limit", limit, least=0)
+            checked_integer("limit", limit, least=0)
         return await self.storage.records(self._resolved(query), limit)
 
     async def read(self, uid: int) -> list[RolloutState] | None:
         """The samples of a group, as copies; None if it is no longer there. Never moves anything."""
         await self._session.ready()
-        row = await self.storage.read(whole_number("uid", uid))
+        row = await self.storage.read(checked_integer("uid", uid))
         return None if row is None else present(row)
 
     async def discard(self, query: Mapping[str, Any], reason: str) -> int:
@@ -367,33 +367,28 @@ class ReplayBuffer:
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
         """Set priorities by uid; returns how many of these groups are still there."""
         await self._session.ready()
-        for uid, priority in checked_mapping("priorities", priorities).items():
-            whole_number("uid", uid)
-            if not isinstance(priority, (int, float)) or not abs(priority) <= 1e300:
-                raise InvalidInput(f"priority of uid {uid} is {priority!r:.80}; expected a finite number")
-        return await self.storage.set_priority({uid: float(p) for uid, p in priorities.items()})
+        checked = {
+            checked_integer("uid", uid): checked_priority(f"priority of uid {uid}", priority)
+            for uid, priority in checked_mapping("priorities", priorities).items()
+        }
+        return await self.storage.set_priority(checked)
 
     async def ledger(self, *, tokens: bool = False) -> dict[str, LedgerLine]:
         """Per task: issued = in_flight + buffered + leased + trained + filtered + failed + discarded (G1).
 
         In groups, or in generated tokens, of which those thrown away while their group stayed are `reset`.
         """
-        await self._session.ready()
-        return (await self.storage.summary()).ledger(tokens=tokens)
+        return (await self._internals.summary()).ledger(tokens=tokens)
 
     async def reasons(self) -> dict[str, dict[str, int]]:
         """Why groups were filtered, failed or discarded, by task."""
-        await self._session.ready()
-        summary = await self.storage.summary()
+        summary = await self._internals.summary()
         return {task_name: task.account.reasons for task_name, task in summary.tasks.items()}
 
     async def stats(self) -> dict[str, int]:
         """Flat figures for any logger."""
-        await self._session.ready()
-        session = self._session
-        return explain.figures(
-            await self.storage.summary(), session.settings, len(session.waits), session.produced, session.group_ends
-        )
+        summary, session = await self._internals.summary(), self._session
+        return explain.figures(summary, session.settings, len(session.waits), session.produced, session.group_ends)
 
     # --- checkpoints ----------------------------------------------------------------------------------
 

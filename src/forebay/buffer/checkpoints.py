@@ -36,7 +36,7 @@ from forebay.checkpoint.format import (
 )
 from forebay.codec.frame import encode_group
 from forebay.codec.records import encode_account, encode_record
-from forebay.core.aio import grace, in_thread, start_thread
+from forebay.core.aio import grace, ignore_exception, in_thread, start_thread
 from forebay.core.ledger import Account, End, Place, Record, Row
 from forebay.core.query import parse
 from forebay.core.references import as_values, resolve_group
@@ -189,14 +189,8 @@ class _Chunks:
         if self._entries:
             entries, self._entries, self._bytes = self._entries, [], 0
             self._writing = start_thread(lambda: self._writer.write(entries))
-            self._writing.add_done_callback(_retrieve)
+            self._writing.add_done_callback(ignore_exception)  # the error that ended the save is the one to report
         await asyncio.sleep(0)
-
-
-def _retrieve(writing: asyncio.Future[None]) -> None:
-    """Mark the error of a write as seen: the error that ended the save is the one to report."""
-    if not writing.cancelled():
-        writing.exception()
 
 
 # --- resume -------------------------------------------------------------------------------------------

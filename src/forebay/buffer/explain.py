@@ -1,21 +1,30 @@
-"""What people and loggers read about a buffer: flat figures, and an explanation of what a wait is for.
+"""Figures of a buffer for loggers, and explanations of waits for people.
 
-Pure: from a summary of the storage it makes text and numbers, and touches neither content nor state.
+Pure: computes strings and numbers from a summary of the storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from forebay.buffer.group_ends import GroupEnds
-from forebay.core.aio import Pool, Wait
+from forebay.core.aio import Pool
 from forebay.core.capacity import Settings, fits
 from forebay.core.fingerprint import unverified_records
 from forebay.core.ledger import Place
 from forebay.core.rollout import Status
 from forebay.storage.base import Holding, Summary, TaskSummary
 
-__all__ = ["capacity", "explanation", "figures", "full_pools"]
+__all__ = ["Wait", "capacity", "explanation", "figures", "full_pools"]
+
+
+class Wait(NamedTuple):
+    """One wait in progress."""
+
+    what: str
+    tasks: Collection[str]
+    since: float
 
 
 def figures(
@@ -44,10 +53,9 @@ def figures(
 
 
 def explanation(
-    waits: Iterable[Wait], now: float, summary: Summary, settings: Settings, produced: Collection[str] | None
+    waits: Sequence[Wait], now: float, summary: Summary, settings: Settings, produced: Collection[str] | None
 ) -> str:
     """What is waited for, and for every task concerned what there is and who holds the rest."""
-    waits = list(waits)
     lines = [f"waited {now - wait.since:.1f} s so far for {wait.what}" for wait in waits]
     if not lines:
         lines.append("nothing is waiting")
@@ -74,7 +82,7 @@ def full_pools(pools: Iterable[Pool]) -> list[str]:
 
 
 def capacity(summary: Summary, settings: Settings, produced: Collection[str] | None) -> str:
-    """How much of each limit is used, and how much of it by tasks that nobody produces."""
+    """How much of each limit is used, and how much of it by tasks that no manager produces."""
     usage, limits = summary.usage, []
     if settings.max_groups is not None:
         limits.append(f"{usage.groups} of {settings.max_groups} groups in use")
@@ -90,7 +98,7 @@ def capacity(summary: Summary, settings: Settings, produced: Collection[str] | N
 
 
 def _kept_aside(summary: Summary, produced: Collection[str] | None) -> Mapping[str, int]:
-    """Groups that count against the capacity, of tasks that nobody produces."""
+    """Groups that count against the capacity, of tasks that no manager produces."""
     held = {}
     for task_name, line in summary.ledger().items():
         groups = line["in_flight"] + line["buffered"] + line["leased"]

@@ -13,15 +13,12 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
-from forebay.core.aio import Pool, in_thread
+from forebay.core.aio import Changes, Pool, in_thread
 from forebay.core.ledger import GroupEnd
 from forebay.errors import BufferClosed, InvalidConfig
-
-if TYPE_CHECKING:
-    from forebay.core.aio import Changes
-    from forebay.storage.base import Storage
+from forebay.storage.base import Storage
 
 __all__ = ["GroupEnds", "OnGroupEnd"]
 
@@ -91,7 +88,7 @@ class GroupEnds:
         told: list[int] = []
         try:
             for number, event in noted:
-                if not durable:  # at most once: whoever is interrupted in the callback was told
+                if not durable:  # at most once: an interrupted callback was told
                     await self._storage.forget_ends((number,))
                 try:
                     await self._call(event)

@@ -7,9 +7,9 @@ storage at a time, waits that explain themselves.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from forebay.buffer.admission import (
@@ -18,23 +18,26 @@ from forebay.buffer.admission import (
     content_of,
     lost_reason,
     needs_values,
-    resolve_arrivals,
-    resolve_contents,
+    resolve_arrival,
+    resolve_content,
 )
 from forebay.buffer.lease import Claims, Lease, LeaseAttempt
 from forebay.buffer.session import Session
+from forebay.core.capacity import check_ever_fits
 from forebay.core.ledger import Clock, Record, Row, Tags, check_tags, identify, present
 from forebay.core.rollout import DRAWABLE, RolloutState, Status
 from forebay.core.staleness import NO_LIMITS, check_step
-from forebay.core.validate import check_group, checked_many, checked_statuses, checked_task, whole_number
-from forebay.errors import InvalidInput
-from forebay.storage.base import Arrival, Content, Summary
+from forebay.core.validate import check_group, checked_integer, checked_many, checked_statuses, checked_task
+from forebay.errors import BufferClosed, ForebayError, InvalidInput, LostLease, NoRoom
+from forebay.storage.base import Arrival, Content, Ready, Summary
 
 if TYPE_CHECKING:
     from forebay.buffer.buffer import ReplayBuffer
     from forebay.checkpoint.format import Manifest
 
-__all__ = ["Internals", "internals"]
+__all__ = ["Internals", "Issued", "internals", "mark_aborted"]
+
+log = logging.getLogger(__name__)
 
 Groups = list[list[RolloutState]]
 T = TypeVar("T")
@@ -57,6 +60,9 @@ class Internals:
         self.session = session
         self.expiry = expiry
         self.claims = Claims(session, expiry)
+        self.until = session.until
+        self.nudge = session.nudge
+        self.asking = session.asking
         self.restores = 0  # positions that were read before the last resume no longer hold
         self._storage = session.storage
 
@@ -77,26 +83,26 @@ class Internals:
     ) -> Issued:
         """Write newly drawn prompts as in flight, and advance the task's position, in one step.
 
-        Takes as many as there is room for, from the first one on. They get the group ids from `cursor` on;
+        Issues those that fit, from the first one on. They get the group ids from `cursor` on;
         CursorMoved if the task's cursor is another. A group that refers to a lost value ends as failed at once.
         """
         await self.session.ready()
         checked_task(task_name)
-        whole_number("cursor", cursor, least=0)
+        checked_integer("cursor", cursor, least=0)
         drawn: list[Content] = []
         for group in checked_many("groups", groups):
             check_group(group, task_name)
             drawn.append(content_of(tuple(group), None, None, task_name))
         contents = drawn
         if needs_values(self._storage):
-            contents = await self.valued(resolve_contents(contents), task_name)
+            contents = await self.valued([resolve_content(content) for content in contents], task_name)
         records = await self._storage.issue(
             task_name, contents, owner=self.session.owner, cursor=cursor, source_state=source_state
         )
         if len(records) < len(contents):
             prompt = contents[len(records)].facts
             if not records:
-                self.session.check_can_fit(1, prompt.bytes)
+                check_ever_fits(self.session.settings, 1, prompt.bytes)
             await self.session.refused(prompt)
         else:
             self.session.accepted()
@@ -129,10 +135,10 @@ class Internals:
                 raise InvalidInput(f"{status} groups cannot be drawn again; expected init, expired or aborted")
         return await self.claims.draw(n, checked_task(task_name), chosen, tuple(sorted(group_ids)))
 
-    async def valued(self, resolving: Awaitable[T], task_name: str) -> T:
+    async def valued(self, resolving: Sequence[Awaitable[T]], task_name: str) -> list[T]:
         """Wait for the values of references, however long they take to be produced."""
-        with self.session.waits.listed(f"the values of references in groups of task {task_name!r}", (task_name,)):
-            return await resolving
+        with self.session.listed(f"the values of references in groups of task {task_name!r}", (task_name,)):
+            return await asyncio.gather(*resolving)
 
     # --- storing --------------------------------------------------------------------------------------
 
@@ -184,18 +190,39 @@ class Internals:
         if not arrivals:
             return []
         if needs_values(self._storage):
-            arrivals = await self.valued(resolve_arrivals(arrivals), task_name)
+            arrivals = await self.valued([resolve_arrival(arrival) for arrival in arrivals], task_name)
         if train_step is not None:
             self.expiry.see(train_step)
-        records = await self.session.with_room(
-            lambda: self._storage.put(arrivals, owner=self.session.owner),
-            f"room for {len(arrivals)} groups of task {task_name!r}",
-            task_name,
-            timeout_s,
-        )
+        ready = Ready()
+
+        async def store() -> list[Record] | None:
+            nonlocal ready
+            try:
+                return await self._storage.put(arrivals, owner=self.session.owner)
+            except NoRoom as full:
+                check_ever_fits(self.session.settings, full.groups, full.bytes)
+                ready = Ready(room_groups=full.groups, room_bytes=full.bytes)
+                return None
+
+        what = f"room for {len(arrivals)} groups of task {task_name!r}"
+        records = await self.session.until(store, what, (task_name,), timeout_s, lambda: ready)
         if in_force != NO_LIMITS and self.expiry.limits(task_name) == NO_LIMITS:
             await self.expiry.advance({task_name: Clock(limits=in_force)})
         return records
+
+    async def give_back(self, groups: Groups, task_name: str) -> None:
+        """Return groups in flight, as ABORTED with the tokens that they have. Skips groups that others hold by now."""
+        failed: ForebayError | None = None
+        for group in groups:
+            mark_aborted(group)
+            try:
+                await self.put((group,), task_name, model_step=None, train_step=None)
+            except (LostLease, BufferClosed) as gone:
+                log.info("group_gone task=%s group=%s reason=%s", task_name, group[0].group_id, gone)
+            except ForebayError as error:
+                failed = failed or error  # the others go back all the same
+        if failed is not None:
+            raise failed
 
     # --- producing ------------------------------------------------------------------------------------
 
@@ -211,35 +238,12 @@ class Internals:
         await self.session.ready()
         await self.expiry.advance(clocks)
 
-    async def until(
-        self,
-        attempt: Callable[[], Awaitable[T | None]],
-        what: str,
-        tasks: Collection[str],
-        *,
-        timeout_s: float | None = None,
-        wants: Mapping[str, int] | None = None,
-    ) -> T:
-        """Repeat an attempt after every change of the tasks, or of the capacity, until it returns something.
-
-        `wants`: the batch of completed groups that it is for; InvalidConfig as soon as that can never come.
-        """
-        return await self.session.until(attempt, what, tasks, timeout_s, wants=wants, needs_room=True)
-
-    def nudge(self) -> None:
-        """Let every wait look again: something outside the storage changed."""
-        self.session.nudge()
-
     def produces(self, producer: object, tasks: Collection[str]) -> None:
         """Which tasks a manager produces from now on. The groups of all others count as kept aside."""
         if tasks:
             self.session.producers[producer] = frozenset(tasks)
         else:
             self.session.producers.pop(producer, None)
-
-    def asking(self, wants: Mapping[str, int]) -> AbstractContextManager[None]:
-        """For managers that produce and wait for a batch in turns: producing fails if the batch can never come."""
-        return self.session.asking(wants)
 
     # --- leasing --------------------------------------------------------------------------------------
 
@@ -250,7 +254,8 @@ class Internals:
     async def try_lease(self, wants: Mapping[str, int], train_step: int) -> Lease | None:
         """A full batch of COMPLETED groups if it is there, else None; never waits."""
         await self.session.ready()
-        return await self.claims.lease(wants, train_step)
+        attempt = self.lease_attempt(wants, train_step)
+        return await attempt.grant() if await attempt.claim() else None
 
     async def give_back_owed(self) -> None:
         """Return groups that were claimed for a batch which an outage kept from being handed out."""
@@ -270,9 +275,7 @@ class Internals:
         """Write a checkpoint, with more in the manifest: `extra()` is asked in the moment of the snapshot."""
         await self.session.ready()
         check_step("model_step", model_step, least=0)
-        from forebay.buffer.checkpoints import (
-            save_storage,  # imported here: it would double the time of `import forebay`
-        )
+        from forebay.buffer.checkpoints import save_storage  # here: it would double the time of `import forebay`
 
         await save_storage(self._storage, path, model_step=model_step, prompts_only=prompts_only, extra=extra)
 
@@ -285,6 +288,14 @@ class Internals:
         self.restores += 1
         await self.expiry.recall()
         return manifest
+
+
+def mark_aborted(group: Iterable[RolloutState], reason: str | None = None) -> None:
+    """Mark the members that are not COMPLETED as ABORTED, so that they are generated again from what they have."""
+    for state in group:
+        if state.status is not Status.COMPLETED:
+            state.status = Status.ABORTED
+            state.error_msg = reason or state.error_msg
 
 
 def internals(buffer: ReplayBuffer) -> Internals:

@@ -17,7 +17,6 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,12 +25,13 @@ from msgspec.structs import replace
 from forebay.buffer.admission import Expiry
 from forebay.buffer.session import Session
 from forebay.core.aio import see_through
+from forebay.core.capacity import check_ever_fits
 from forebay.core.ledger import Event, Place, present, separate_extra_fields
 from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import apply_token_mask, sample_staleness
-from forebay.core.validate import checked_reason, checked_wants, whole_number
-from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, LostLease, StorageUnavailable
-from forebay.storage.base import Claim, Claimed, Purpose, Rows
+from forebay.core.validate import checked_integer, checked_reason, checked_wants
+from forebay.errors import BufferClosed, InvalidInput, LostLease, StorageUnavailable
+from forebay.storage.base import Claim, Purpose, Rows
 
 __all__ = ["Claims", "Lease", "LeaseAttempt", "LeaseRequest", "Request", "asked", "shard"]
 
@@ -148,16 +148,14 @@ class Lease:
 
     async def settle_on_exit(self, error: BaseException | None) -> None:
         """What leaving a `with` block does: acknowledge, or give back if the block raised."""
-        # Seen through: a cancel that arrives now must not leave the groups leased with nobody to settle them.
+        # A cancel that arrives now waits: it must not leave the groups leased, with nothing left to settle them.
         settling = asyncio.ensure_future(self.ack() if error is None else self.nack())
         cancelled = await see_through(settling)
         failure = settling.exception()
-        if failure is not None and error is None:
-            raise failure
-        if failure is not None and not isinstance(failure, (LostLease, BufferClosed)):
-            raise failure
-        if failure is not None:  # the block's own error matters more
-            log.warning("lease_lost lease=%s %s", self.id, failure)
+        if failure is not None:
+            if error is None or not isinstance(failure, (LostLease, BufferClosed)):
+                raise failure
+            log.warning("lease_lost lease=%s %s", self.id, failure)  # the block's own error matters more
         if cancelled is not None:
             raise cancelled
 
@@ -168,8 +166,8 @@ def shard(groups: Sequence[list[RolloutState]], rank: int, world_size: int) -> l
     Largest first, each to the rank that has the fewest tokens and still a place; every rank computes the same. The
     order within a rank is that of the batch.
     """
-    whole_number("world_size", world_size, least=1)
-    if whole_number("rank", rank, least=0) >= world_size:
+    checked_integer("world_size", world_size, least=1)
+    if checked_integer("rank", rank, least=0) >= world_size:
         raise InvalidInput(f"rank is {rank} of world_size {world_size}; expected 0 to {world_size - 1}")
     places = [len(groups) // world_size + (index < len(groups) % world_size) for index in range(world_size)]
     free = [(0, taker) for taker in range(world_size) if places[taker]]  # a heap: the fewest tokens first
@@ -262,71 +260,68 @@ class Claims:
         self._session = session
         self._storage = session.storage
         self._expiry = expiry
-        self._owed: list[Callable[[], Awaitable[None]]] = []  # return groups that could not be handed out
+        self._owed: list[tuple[Claim, Rows]] = []  # claims whose groups could not be given back yet
 
     async def take(self, wants: Mapping[str, int], status: Status) -> dict[str, Groups]:
         """At most this many groups of each task, for good."""
-        wants = checked_wants(wants)
-        rows = await self._claim_some(wants, (status,), Purpose.TAKE)
-        return await self.hand_out(rows, None)
+        owner = self._session.owner
+        claim = Claim(wants=checked_wants(wants), statuses=(status,), purpose=Purpose.TAKE, owner=owner)
+        return await self.hand_out(await self.claim(claim) or {}, None)
 
     async def draw(
         self, n: int, task_name: str, statuses: tuple[Status, ...], group_ids: tuple[int, ...] = ()
     ) -> Groups:
         """At most n groups to be generated again; `group_ids`: only these, if any are given."""
-        rows = await self._claim_some(checked_wants({task_name: n}), statuses, Purpose.DRAW, group_ids)
-        return [present(row) for row in rows[task_name]]
+        wants, owner = checked_wants({task_name: n}), self._session.owner
+        claim = Claim(wants=wants, statuses=statuses, purpose=Purpose.DRAW, owner=owner, group_ids=group_ids)
+        rows = await self.claim(claim) or {}
+        return [present(row) for row in rows.get(task_name, ())]
 
-    async def _claim_some(
-        self, wants: dict[str, int], statuses: tuple[Status, ...], purpose: Purpose, group_ids: tuple[int, ...] = ()
-    ) -> Rows:
-        """Claim what is there; if groups had to expire first, claim the rest once more."""
-        self._session.check_open()
+    async def claim(self, claim: Claim) -> Rows | None:
+        """Claim what is there; None if not all of a whole batch is. If groups had to expire first, claim once more."""
+        await self._session.ready()
         await self.give_back_owed()
-        owner = self._session.owner
-        claim = Claim(wants=wants, statuses=statuses, purpose=purpose, owner=owner, group_ids=group_ids)
-        claimed = await self._storage.claim(claim)
-        rows = claimed.rows
-        assert rows is not None
-        self._expiry.learn_limits(claimed.limits)
-        due = _due(claim, claimed)
-        if not due:
+        rows, due = await self._claim(claim)
+        if rows is None and due:
+            await self._expiry.expire(due)
+            rows, due = await self._claim(claim)
+        if rows is None or not due:
             return rows
         try:
             await self._expiry.expire(due)
-            missing = {name: wants[name] - len(rows[name]) for name in due}
-            if Status.EXPIRED in statuses and any(missing.values()):
-                more = (await self._storage.claim(replace(claim, wants=missing))).rows
+            missing = {name: claim.wants[name] - len(rows[name]) for name in due}
+            if Status.EXPIRED in claim.statuses and any(missing.values()):
+                more, _ = await self._claim(replace(claim, wants=missing))
                 assert more is not None
                 rows = {name: found + more.get(name, []) for name, found in rows.items()}
         except BaseException:
-            await self.give_back(partial(self._storage.undo, claim, rows))
+            await self.give_back(claim, rows)
             raise
         return rows
 
-    async def lease(self, wants: Mapping[str, int], train_step: int) -> Lease | None:
-        """A full batch of COMPLETED groups if it is there, else None. Never waits."""
-        attempt = LeaseAttempt(self, wants, train_step)
-        return await attempt.grant() if await attempt.claim() else None
+    async def _claim(self, claim: Claim) -> tuple[Rows | None, list[str]]:
+        """The rows of a claim, and the tasks whose groups have to expire: those of which it wants something."""
+        claimed = await self._storage.claim(claim)
+        self._expiry.learn_limits(claimed.limits)
+        return claimed.rows, [task_name for task_name in claimed.due if claim.wants[task_name] > 0]
 
     async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
         """Settle rows of a lease."""
         await self._session.ready()
         await self._storage.settle(lease_id, uids, event, reason)
 
-    async def give_back(self, returning: Callable[[], Awaitable[None]]) -> None:
+    async def give_back(self, claim: Claim, rows: Rows) -> None:
         """Return groups that were claimed and cannot be handed out: now, or before the next claim."""
-        self._owed.append(returning)
+        self._owed.append((claim, rows))
         with suppress(StorageUnavailable):
             await self.give_back_owed()
 
     async def give_back_owed(self) -> None:
         """Return groups of earlier claims that could not be returned because the storage was away."""
-        for returning in list(self._owed):
-            with suppress(LostLease, BufferClosed):  # then they are back already
-                await returning()
-            if returning in self._owed:
-                self._owed.remove(returning)
+        for owed in list(self._owed):
+            with suppress(BufferClosed):  # then they are back already
+                await self._storage.undo(*owed)
+            self._owed = [other for other in self._owed if other is not owed]
 
     async def hand_out(self, claimed: Rows, train_step: int | None) -> dict[str, Groups]:
         """Copies of claimed groups, token masks applied to those that will be trained on."""
@@ -357,15 +352,6 @@ class Claims:
             handed[task_name] = groups
         return handed
 
-    def refuse_more_than_fits(self, wants: Mapping[str, int]) -> None:
-        """InvalidConfig if a batch is larger than the buffer."""
-        wanted, limit = sum(wants.values()), self._session.settings.max_groups
-        if limit is not None and wanted > limit:
-            raise InvalidConfig(
-                f"waiting for {wanted} groups in a buffer of max_groups={limit} would never end; raise max_groups or "
-                "ask for less"
-            )
-
 
 class LeaseAttempt:
     """One batch that is asked for: `claim` until it says True, then `grant`."""
@@ -374,10 +360,11 @@ class LeaseAttempt:
         self, claims: Claims, wants: Mapping[str, int], train_step: int, status: Status = Status.COMPLETED
     ) -> None:
         wants = checked_wants(wants)
-        whole_number("train_step", train_step, least=1)
-        claims.refuse_more_than_fits(wants)
+        checked_integer("train_step", train_step, least=1)
+        check_ever_fits(claims._session.settings, sum(wants.values()))
         self._claims = claims
         self._train_step = train_step
+        self._lease_id = uuid.uuid4().hex
         self._rows: Rows = {}
         self._claim = Claim(
             wants=wants,
@@ -385,55 +372,26 @@ class LeaseAttempt:
             purpose=Purpose.LEASE,
             owner=claims._session.owner,
             whole=True,
-            lease_id=uuid.uuid4().hex,
+            lease_id=self._lease_id,
             train_step=train_step,
         )
 
     async def claim(self) -> bool:
         """Try to claim the batch; whether all of it was there."""
-        session, expiry = self._claims._session, self._claims._expiry
-        await session.ready()
-        await self._claims.give_back_owed()
-        expiry.see(self._train_step, asked(self._claim.wants))
-        claimed = await session.storage.claim(self._claim)
-        expiry.learn_limits(claimed.limits)
-        if claimed.rows is None and (due := _due(self._claim, claimed)):
-            await expiry.expire(due)
-            claimed = await session.storage.claim(self._claim)
-        if claimed.rows is None:
-            return False
-        self._rows = claimed.rows
-        try:
-            await expiry.expire(_due(self._claim, claimed))
-        except BaseException:
-            await self._give_back()
-            raise
-        return True
+        self._claims._expiry.see(self._train_step, asked(self._claim.wants))
+        rows = await self._claims.claim(self._claim)
+        self._rows = rows or {}
+        return rows is not None
 
     async def grant(self) -> Lease:
         """The lease of the batch that was claimed."""
-        uids = self._uids()
+        uids = {(name, row.record.group_id): row.record.uid for name, rows in self._rows.items() for row in rows}
         try:
             groups = await self._claims.hand_out(self._rows, self._train_step)
         except BaseException:
-            await self._give_back()
+            await self._claims.give_back(self._claim, self._rows)
             raise
-        assert self._claim.lease_id is not None
-        return Lease(self._claim.lease_id, self._train_step, groups, uids, self._claims.settle)
-
-    def _uids(self) -> dict[tuple[str, int], int]:
-        return {(name, row.record.group_id): row.record.uid for name, rows in self._rows.items() for row in rows}
-
-    async def _give_back(self) -> None:
-        uids = list(self._uids().values())
-        if uids:
-            assert self._claim.lease_id is not None
-            await self._claims.give_back(partial(self._claims.settle, self._claim.lease_id, uids, Event.NACKED, None))
-
-
-def _due(claim: Claim, claimed: Claimed) -> list[str]:
-    """The tasks whose groups have to expire: a claim leaves tasks alone of which it wants nothing."""
-    return [task_name for task_name in claimed.due if claim.wants[task_name] > 0]
+        return Lease(self._lease_id, self._train_step, groups, uids, self._claims.settle)
 
 
 def asked(wants: Mapping[str, int]) -> list[str]:

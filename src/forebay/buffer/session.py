@@ -1,7 +1,7 @@
 """A buffer's session with its storage: open it once, send heartbeats, wait for changes, close it.
 
 All first calls share one opening. Closing the session ends its waits with BufferClosed and gives its groups back. A
-session lives on one event loop at a time. Waits wake on the change itself (G11); where owners have deadlines, they
+session belongs to one event loop at a time. Waits wake on the change itself (G11); where owners have deadlines, they
 wake for those, too.
 """
 
@@ -19,11 +19,11 @@ from weakref import WeakKeyDictionary
 
 from forebay.buffer import explain
 from forebay.buffer.group_ends import GroupEnds
-from forebay.core.aio import ANY_TASK, FILES, Changes, Deadline, Heartbeat, Waits, in_thread
+from forebay.core.aio import ANY_TASK, FILES, Changes, Deadline, Heartbeat, in_thread
 from forebay.core.capacity import Settings, fits
 from forebay.core.ledger import Facts
 from forebay.core.rollout import DRAWABLE, Status
-from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, NoRoom, WaitTimeout, WrongEventLoop
+from forebay.errors import BufferClosed, InvalidConfig, WaitTimeout, WrongEventLoop
 from forebay.storage.base import Ready, Storage, Summary
 
 __all__ = ["SHARED_LEASE_S", "Session"]
@@ -43,7 +43,7 @@ class Session:
         self.settings = settings
         self.lease_s = SHARED_LEASE_S if lease_s is None and storage.shared else lease_s
         self.owner = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self.waits = Waits()
+        self.waits: list[explain.Wait] = []
         self.closed = False
         self.heartbeat: Heartbeat | None = None
         self.group_ends: GroupEnds | None = None
@@ -82,7 +82,7 @@ class Session:
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._loop is not None and not self._loop.is_closed():
             raise WrongEventLoop(
-                "this buffer lives on another event loop that still runs; use forebay.blocking to share a buffer "
+                "this buffer belongs to another event loop that still runs; use forebay.blocking to share a buffer "
                 "between threads"
             )
         if self._unsubscribe is not None:
@@ -135,7 +135,7 @@ class Session:
         await self.storage.close(self.owner)
 
     def nudge(self) -> None:
-        """Let every wait look again: something outside the storage changed."""
+        """Let every wait try again: something outside the storage changed."""
         if self._changes is not None:
             self._changes.notify()
 
@@ -147,16 +147,16 @@ class Session:
         what: str,
         tasks: Collection[str],
         timeout_s: float | None = None,
-        ready: Ready | None = None,
+        ready: Callable[[], Ready] | None = None,
         wants: Mapping[str, int] | None = None,
         *,
-        needs_room: bool = False,
+        needs_room: bool = True,
     ) -> T:
         """Repeat an attempt after every change of the tasks until it returns something; `explain_wait` lists it.
 
-        WaitTimeout explains what was missing. `ready`: the least that has to be there, for a storage that can wait
-        for that by itself. `wants`: the batch of completed groups that it waits for; InvalidConfig at once if
-        that can never come. `needs_room`: it may also wait for capacity, which any task can free.
+        WaitTimeout explains what was missing. `ready()`: the least that has to be there, for a storage that can wait
+        for that by itself. `wants`: the batch of completed groups that it waits for; InvalidConfig at once if that can
+        never come. `needs_room`: it may also wait for capacity, which any task can free.
         """
         changes = await self.ready()
         deadline = Deadline(timeout_s)
@@ -167,54 +167,25 @@ class Session:
         found = await attempt()
         if found is not None:
             return found
-        with self.waits.listed(what, tasks):
+        with self.listed(what, tasks):
             while True:
                 if wants is not None:
                     await self.check_can_come(wants)
-                await self._wait(changes, ticket, deadline, what, ready, woken_by)
+                await self._wait(changes, ticket, deadline, what, ready and ready(), woken_by)
                 ticket = changes.ticket(woken_by)
                 found = await attempt()
                 if found is not None:
                     return found
 
-    async def with_room(
-        self, attempt: Callable[[], Awaitable[T]], what: str, task_name: str, timeout_s: float | None
-    ) -> T:
-        """Repeat a step until there is room for it; refuse at once what can never fit."""
-        ready = Ready()
-
-        async def try_once() -> tuple[T] | None:
-            nonlocal ready
-            try:
-                return (await attempt(),)
-            except NoRoom as full:
-                self.check_can_fit(full.groups, full.bytes)
-                ready = Ready(room_groups=full.groups, room_bytes=full.bytes)
-                return None
-
-        changes = await self.ready()
-        deadline = Deadline(timeout_s)
-        ticket = changes.ticket()
-        done = await try_once()
-        if done is None:
-            with self.waits.listed(what, (task_name,)):
-                while done is None:
-                    await self._wait(changes, ticket, deadline, what, ready, ANY_TASK)
-                    ticket = changes.ticket()
-                    done = await try_once()
-        return done[0]
-
-    def check_can_fit(self, groups: int, size: int) -> None:
-        """InvalidInput if this many groups, of this many bytes together, do not even fit into an empty buffer."""
-        for limit, needed, unit in (
-            (self.settings.max_groups, groups, "groups"),
-            (self.settings.max_bytes, size, "bytes"),
-        ):
-            if limit is not None and needed > limit:
-                raise InvalidInput(
-                    f"{needed} {unit} can never fit into a buffer of {limit} {unit}; put less at once, or raise "
-                    f"max_{unit}"
-                )
+    @contextmanager
+    def listed(self, what: str, tasks: Collection[str]) -> Iterator[None]:
+        """List a wait while the block runs, for `explain_wait`."""
+        wait = explain.Wait(what, tasks, asyncio.get_running_loop().time())
+        self.waits.append(wait)
+        try:
+            yield
+        finally:
+            self.waits.remove(wait)
 
     async def _wait(
         self, changes: Changes, ticket: int, deadline: Deadline, what: str, ready: Ready | None, tasks: Collection[str]
@@ -267,8 +238,8 @@ class Session:
         """InvalidConfig if a batch is not there and can never be.
 
         That is: a producer of this buffer found no room for its next prompt, nothing is in flight, leased, or buffered
-        to be generated again, the buffered groups are not enough, and nobody else waits to take any of them: they
-        belong to the tasks of this batch (also those of which it wants none) or to tasks that nobody produces.
+        to be generated again, the buffered groups are not enough, and no other caller waits for any of them: they
+        belong to the tasks of this batch (also those of which it wants none) or to tasks that no manager produces.
         """
         if self._refused is None:
             return
@@ -293,7 +264,7 @@ class Session:
         lines = summary.ledger()
         if any(line["in_flight"] or line["leased"] for line in lines.values()):
             return True
-        # Groups that nobody produces are not drawn again, and nobody waits for them.
+        # Groups of tasks that no manager produces are not drawn again, and no caller waits for them.
         produced = [name for name in lines if self.produced is None or name in self.produced]
         others = lines if self.storage.shared else produced
         if any(lines[name]["buffered"] for name in others if name not in wants):

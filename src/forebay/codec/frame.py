@@ -25,18 +25,20 @@ from msgspec.structs import replace
 
 from forebay.codec.values import ENCODE_ERRORS, READ_ERRORS, Buffer, ValueReader, ValueWriter, split_frame
 from forebay.core.payload import apply_difference, difference
-from forebay.core.plain import LEAVES, NUMBERS, same_value
 from forebay.core.references import Resolved, is_reference, put_back
 from forebay.core.rollout import (
     COLUMNS,
     FIELDS,
     ISSUED_FIELDS,
+    LEAVES,
+    NUMBERS,
     PROMPT_FIELDS,
     USER_FIELDS,
     Group,
     RolloutState,
     SampleParams,
     prompt_of,
+    same_value,
 )
 from forebay.core.validate import check_group
 from forebay.errors import DamagedData, InvalidGroup, UnsupportedPayload

@@ -26,8 +26,8 @@ import numpy as np
 from msgspec.msgpack import Decoder, Encoder, Ext
 
 from forebay.core.dtypes import BFLOAT16, CODE_OF, DTYPES, bfloat16_dtype
-from forebay.core.plain import LEAVES, MAX_DEPTH, MAX_DIMENSIONS
 from forebay.core.references import Resolved, is_reference
+from forebay.core.rollout import LEAVES, MAX_DEPTH, MAX_DIMENSIONS
 from forebay.errors import DamagedData, InvalidInput, UnreadableData, UnsupportedPayload
 
 __all__ = [

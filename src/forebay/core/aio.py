@@ -1,8 +1,8 @@
-"""Threads, cancellation and waiting: blocking work off the event loop, in threads that nobody else uses.
+"""Threads, cancellation and waiting: blocking work off the event loop, in dedicated threads.
 
 asyncio's default executor belongs to the user: tools and engines that block fill it. Forebay's work therefore runs in
-pools of its own, one per kind of work, so that a data set that hangs does not keep a checkpoint from being written.
-Their threads are daemons: a call that never returns does not keep the process from exiting.
+its own pools, one per kind of work, so that a data set that hangs does not keep a checkpoint from being written. Their
+ threads are daemons: a call that never returns does not keep the process from exiting.
 
 A thread cannot be cancelled. A cancelled call waits until its work has ended, undoes its result, and only then passes
 the cancel on. If the work has not ended `CANCEL_GRACE_S` later, it is left behind: the caller gets its cancel, and the
@@ -13,7 +13,7 @@ and left behind if it ignores the cancel.
 
 Waiting is not polling: a waiter takes a ticket, reads the storage, and, if it does not find what it needs, waits for a
 change after its ticket (`Changes`). The storage's listener turns every change into one wake-up of the waiters of the
-tasks that changed, from any thread. Waits are listed while they last (`Waits`), so that `explain_wait` can name them.
+tasks that changed, from any thread.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import contextvars
 import logging
 import queue
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from forebay.errors import BufferClosed, InvalidInput
@@ -42,8 +42,6 @@ __all__ = [
     "Pool",
     "Turns",
     "UserCall",
-    "Wait",
-    "Waits",
     "grace",
     "ignore_exception",
     "in_thread",
@@ -69,27 +67,22 @@ class Pool(Executor):
         self.use = use or name
         self.max_threads = max_threads
         self.running = 0  # calls that were begun and have not ended
+        self.waiting = 0  # calls that no thread has taken yet
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._waiting = 0  # calls that no thread has taken yet
         self._idle = 0
         self._threads = 0
 
     def __repr__(self) -> str:
-        return f"<Pool {self.name}: {self.running} of {self.max_threads} threads busy, {self._waiting} calls waiting>"
-
-    @property
-    def waiting(self) -> int:
-        """Calls that no thread has begun."""
-        return self._waiting
+        return f"<Pool {self.name}: {self.running} of {self.max_threads} threads busy, {self.waiting} calls waiting>"
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         """Run a call in a thread."""
         future: Future[T] = Future()
         with self._lock:
-            self._waiting += 1
+            self.waiting += 1
             self._calls.put((future, lambda: fn(*args, **kwargs)))
-            if self._idle < self._waiting and self._threads < self.max_threads:
+            if self._idle < self.waiting and self._threads < self.max_threads:
                 self._threads += 1
                 threading.Thread(target=self._work, name=f"forebay-{self.name}", daemon=True).start()
         return future
@@ -109,7 +102,7 @@ class Pool(Executor):
                 continue
             with self._lock:
                 self._idle -= 1
-                self._waiting -= 1
+                self.waiting -= 1
                 self.running += 1
             try:
                 if future.set_running_or_notify_cancel():
@@ -165,7 +158,7 @@ async def uncancelled(work: Awaitable[T]) -> T:
 
 
 def ignore_exception(future: asyncio.Future[Any]) -> None:
-    """Retrieve the exception of a future that nobody waits for, so that asyncio does not log it."""
+    """Retrieve the exception of a future that has no other waiter, so that asyncio does not log it."""
     if not future.cancelled():
         future.exception()
 
@@ -224,7 +217,8 @@ async def in_thread(work: Callable[[], T], *, pool: Pool = FILES, undo: Callable
         if future.cancelled():
             raise  # by its own work
         await grace(future)
-        future.add_done_callback(lambda done: _undo(done, undo))
+        if undo is not None:
+            future.add_done_callback(lambda done: done.cancelled() or done.exception() or undo(done.result()))
         raise
 
 
@@ -241,11 +235,6 @@ async def grace(future: asyncio.Future[Any]) -> None:
     if not future.done():
         log.warning("call_left_behind: a thread did not end within %g s of a cancel", CANCEL_GRACE_S)
         future.add_done_callback(ignore_exception)
-
-
-def _undo(done: asyncio.Future[T], undo: Callable[[T], object] | None) -> None:
-    if not done.cancelled() and done.exception() is None and undo is not None:
-        undo(done.result())
 
 
 RESOLUTION_S = 1e-6
@@ -294,7 +283,7 @@ class Changes:
     def notify(self, tasks: Collection[str] = ANY_TASK) -> None:
         """Wake the waiters of these tasks."""
         if self._loop.is_closed():
-            return  # nobody can be waiting there any more
+            return  # it has no waiters any more
         if threading.get_ident() == self._thread:
             self._wake(tasks)
         else:
@@ -351,38 +340,6 @@ class Changes:
             await asyncio.sleep(0)  # an attempt that itself causes changes must not keep the loop from others
         if self._closed:
             raise BufferClosed("the buffer was closed while this call was waiting; nothing was taken")
-
-
-class Wait:
-    """One wait in progress."""
-
-    def __init__(self, what: str, tasks: Collection[str], since: float) -> None:
-        self.what = what
-        self.tasks = tasks
-        self.since = since
-
-
-class Waits:
-    """The waits in progress, oldest first."""
-
-    def __init__(self) -> None:
-        self._waits: dict[int, Wait] = {}
-
-    def __iter__(self) -> Iterator[Wait]:
-        return iter(list(self._waits.values()))
-
-    def __len__(self) -> int:
-        return len(self._waits)
-
-    @contextmanager
-    def listed(self, what: str, tasks: Collection[str]) -> Iterator[None]:
-        """List a wait while the block runs."""
-        wait = Wait(what, tasks, asyncio.get_running_loop().time())
-        self._waits[id(wait)] = wait
-        try:
-            yield
-        finally:
-            del self._waits[id(wait)]
 
 
 class Heartbeat:

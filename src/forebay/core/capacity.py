@@ -1,11 +1,10 @@
-"""How much room a buffer has, and how much of it a group that is being generated will need.
+"""The capacity of a buffer, and how much of it a group that is being generated will need.
 
-Room is reserved when a group is issued: the bytes of its prompt, and for every member the 99th percentile of the size
-of a response, as the groups of its task showed it. The reservation is part of the group's record and gives way to the
-true size when the group is back. So what is held exceeds `max_bytes` by at most what groups grow beyond their
-reservations. One group can start whenever nothing is in flight and its prompt fits: its reservation is then at most
-the free space, so that one long response does not keep shorter ones out. Pure: storages keep the sizes by task
-(`Account.sizes`) and ask here.
+Capacity is reserved when a group is issued: the bytes of its prompt, and for every member the 99th percentile of the
+size of a response, as the groups of its task showed it. The reservation is part of the group's record and gives way to
+the true size when the group is back. So groups exceed `max_bytes` by at most what they grow beyond their reservations.
+One group can start whenever nothing is in flight and its prompt fits: its reservation is then at most the free space,
+so that one long response does not keep shorter ones out. Pure: storages keep the sizes by task (`Account.sizes`).
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ import msgspec
 from forebay.core.ledger import Event, Facts, take_event
 from forebay.core.policy import ARRIVAL, Choose, Order
 from forebay.core.rollout import Status
-from forebay.errors import NoRoom
+from forebay.errors import InvalidConfig, NoRoom
 
 __all__ = [
     "EXPECT_GROUP_BYTES",
     "MAX_SIZES",
     "Settings",
     "Usage",
+    "check_ever_fits",
     "check_room",
     "fits",
     "note_size",
@@ -72,8 +72,7 @@ def response_size(facts: Facts) -> int | None:
     """
     if facts.status not in (Status.COMPLETED, Status.FILTERED):
         return None
-    size = -(-facts.response_bytes // facts.samples)
-    return rounded_up(size)
+    return rounded_up(-(-facts.response_bytes // facts.samples))
 
 
 def rounded_up(size: int) -> int:
@@ -126,21 +125,31 @@ def reserved_after(reserved_bytes: int, facts: Facts) -> int:
     """The reservation of a group that is stored again.
 
     What is still to be generated keeps it. Otherwise the true size is its reservation from then on: should the group
-    expire, the room to generate it again is still there.
+    expire, the capacity to generate it again is still reserved.
     """
     return reserved_bytes if take_event(facts.status) is Event.REDRAWN else facts.bytes
 
 
 def fits(usage: Usage, settings: Settings, groups: int, size: int) -> bool:
-    """Whether so many more groups, of so many bytes together, fit."""
+    """Whether this many more groups, of this many bytes together, fit."""
     max_groups, max_bytes = settings.max_groups, settings.max_bytes
     return (max_groups is None or usage.groups + groups <= max_groups) and (
         max_bytes is None or usage.bytes + usage.reserved + size <= max_bytes
     )
 
 
+def check_ever_fits(settings: Settings, groups: int, size: int = 0) -> None:
+    """InvalidConfig if this many groups, of this many bytes together, do not even fit into an empty buffer."""
+    for limit, needed, unit in ((settings.max_groups, groups, "groups"), (settings.max_bytes, size, "bytes")):
+        if limit is not None and needed > limit:
+            raise InvalidConfig(
+                f"{needed:,} {unit} can never fit into a buffer of max_{unit}={limit}; raise max_{unit}, or put or ask "
+                "for less at once"
+            )
+
+
 def check_room(usage: Usage, settings: Settings, groups: int, size: int) -> None:
-    """NoRoom unless so many more groups, of so many bytes together, fit."""
+    """NoRoom unless this many more groups, of this many bytes together, fit."""
     if not fits(usage, settings, groups, size):
         raise NoRoom(
             f"no room for {groups} more groups of {size:,} bytes beside {usage.groups} groups of {usage.bytes:,} bytes "

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from forebay.core.plain import LEAVES
+from forebay.core.rollout import LEAVES
 from forebay.errors import DamagedData, InvalidDataset
 
 __all__ = [

@@ -19,7 +19,16 @@ from typing import TypeAlias
 import msgspec
 
 from forebay.core.payload import group_sizes, remember_prompt
-from forebay.core.rollout import Group, RolloutState, Status, carries_response, group_reward, group_status, group_tokens
+from forebay.core.rollout import (
+    DRAWABLE,
+    Group,
+    RolloutState,
+    Status,
+    carries_response,
+    group_reward,
+    group_status,
+    group_tokens,
+)
 from forebay.core.staleness import (
     NO_FLOORS,
     NO_LIMITS,
@@ -148,21 +157,20 @@ def check_move(event: Event, place: Place | None) -> Target:
     return target
 
 
+_TAKEN = {
+    **dict.fromkeys(DRAWABLE, Event.REDRAWN),
+    Status.FAILED: Event.TAKEN_FAILED,
+    Status.FILTERED: Event.TAKEN_FILTERED,
+}
+
+
 def take_event(status: Status) -> Event:
-    """What taking a group of this status for good, without a lease, does to it."""
-    match status:
-        case Status.INIT | Status.ABORTED | Status.EXPIRED:
-            return Event.REDRAWN
-        case Status.FAILED:
-            return Event.TAKEN_FAILED
-        case Status.FILTERED:
-            return Event.TAKEN_FILTERED
-        case _:
-            return Event.TAKEN
+    """The event of taking a group of this status for good, without a lease."""
+    return _TAKEN.get(status, Event.TAKEN)
 
 
 def arrival_event(place: Place | None, status: Status, *, stale: bool) -> Event:
-    """What it means that a group of this status is put: by hand (no place yet), or back from its producer."""
+    """The event of putting a group of this status: by hand (it has no place yet), or back from its producer."""
     if stale:
         return Event.STALE
     if place is None:
@@ -173,7 +181,7 @@ def arrival_event(place: Place | None, status: Status, *, stale: bool) -> Event:
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """What the steps and limits of a task become; None leaves one as it is. Steps only move forward."""
+    """New steps and limits of a task; None leaves one as it is. Steps only move forward."""
 
     train_step: int | None = None
     model_step: int | None = None
@@ -186,7 +194,7 @@ _MAX_REASON_CHARACTERS = 200
 
 
 def kept_reason(end: End, reason: str | None) -> str | None:
-    """Why a group ended, as text of a bounded length: messages may hold anything. None if it was trained."""
+    """Why a group ended, as a string of a bounded length: messages may hold anything. None if it was trained."""
     if end is End.TRAINED:
         return None
     text = (reason or end.value)[:_MAX_REASON_CHARACTERS]
@@ -194,7 +202,7 @@ def kept_reason(end: End, reason: str | None) -> str | None:
 
 
 class Account(msgspec.Struct, kw_only=True):
-    """What is known of a task beyond its rows: how many groups were issued, how they ended, and why."""
+    """The counts of a task that its rows do not have: how many groups were issued, how they ended, and why."""
 
     issued: int = 0
     cursor: int = 0  # groups drawn from the data set; the group_id of the next one
@@ -428,7 +436,7 @@ def identify(group: Group, task_name: str, group_id: int) -> None:
 
 
 def number_rollouts(group: Sequence[RolloutState], group_id: int) -> None:
-    """Number the members of a group that is handed out, if nobody else did; stored groups do without."""
+    """Number the members of a group that is handed out, if they have no number yet; stored groups do without."""
     if group[0].rollout_id is None:
         samples = len(group)
         for index, state in enumerate(group):
@@ -461,7 +469,7 @@ def present(row: Row) -> list[RolloutState]:
 
 
 def separate_extra_fields(members: Sequence[RolloutState]) -> None:
-    """Siblings share their extra fields in the buffer; whoever gets them writes into them."""
+    """Siblings share their extra fields in the buffer; the caller that gets them writes into them."""
     for state in members:
         state.extra_fields = state.extra_fields.copy()
 
@@ -470,7 +478,7 @@ _MAX_TAGS = 64
 
 
 def check_tags(tags: Tags | None) -> Tags:
-    """Tags as a dict of its own; InvalidInput unless all are named plain values."""
+    """A copy of the tags; InvalidInput unless all are named plain values."""
     if not isinstance(tags, Mapping):
         if tags is None:
             return NO_TAGS
@@ -481,11 +489,11 @@ def check_tags(tags: Tags | None) -> Tags:
         raise InvalidInput(f"{len(tags)} tags on one group; expected at most {_MAX_TAGS}")
     for name, value in tags.items():
         if type(name) is not str or not name:
-            raise InvalidInput(f"a tag is named {name!r}; expected a text that is not empty")
+            raise InvalidInput(f"a tag is named {name!r}; expected a non-empty string")
         if value is not None and type(value) not in (str, int, float, bool):
-            raise InvalidInput(f"tag {name!r} is a {type(value).__name__}; expected a text, a number, a bool or None")
+            raise InvalidInput(f"tag {name!r} is a {type(value).__name__}; expected a string, a number, a bool or None")
         if type(value) is float and value != value:
             raise InvalidInput(f"tag {name!r} is not a number (nan); expected one that can be compared")
         if type(value) is int and not -(2**63) <= value < 2**63:
-            raise InvalidInput(f"tag {name!r} is {value}; expected a whole number of at most 64 bits")
+            raise InvalidInput(f"tag {name!r} is {value}; expected an integer of at most 64 bits")
     return dict(tags)

@@ -344,8 +344,7 @@ def _member(get: Callable[[Record], Any], values: Sequence[Scalar], negated: boo
         found = (_kind(value), value) in known
         if not negated:
             return found
-        # $not_in matches only values of a kind that the list contains; an empty list, or one of nulls, stands for
-        # every kind.
+        # $not_in matches only values of a kind that the list contains; an empty list, or one of nulls, means all.
         return not found and (not kinds or _kind(value) in kinds)
 
     return matches

@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-from forebay.core.plain import LEAVES, MAX_DEPTH
-from forebay.core.rollout import USER_FIELDS, Group, RolloutState, Status
+from msgspec.structs import replace
+
+from forebay.core.rollout import LEAVES, MAX_DEPTH, USER_FIELDS, Group, RolloutState, Status
 from forebay.errors import ReferenceLost
 
 __all__ = [
@@ -110,52 +111,48 @@ async def resolve_group(group: Group) -> Group:
     Waits for values that are still being computed. ReferenceLost names a value that no longer exists. Does not change
     `group`.
     """
-    found = references_of(group)
-    if not found:
-        return group
-    values, lost = await _resolved(found)
-    if lost:
-        raise ReferenceLost(next(iter(lost.values())))
-    return _replaced(group, values)
+    resolved, lost = await _resolved(group)
+    if lost is not None:
+        raise ReferenceLost(lost)
+    return resolved
 
 
 async def resolve_or_fail(group: Group) -> Group:
     """As `resolve_group`, but if a value is lost, all members are FAILED with the reason, and None replaces it."""
-    found = references_of(group)
-    if not found:
-        return group
-    values, lost = await _resolved(found)
-    resolved = _replaced(group, {**values, **dict.fromkeys(lost)})
-    if not lost:
+    resolved, lost = await _resolved(group)
+    if lost is None:
         return resolved
-    reason = next(iter(lost.values()))
-    members = [state.__copy__() for state in resolved]
+    members = tuple([state.__copy__() for state in resolved])
     for state in members:
-        state.status, state.error_msg = Status.FAILED, reason
-    return tuple(members)
+        state.status, state.error_msg = Status.FAILED, lost
+    return members
 
 
 def without_references(group: Group) -> Group:
-    """The group with None in place of its references: for a group that ends, so that nobody needs the values."""
+    """The group with None in place of its references: for a group that ends, whose values are not needed."""
     found = references_of(group)
     return _replaced(group, dict.fromkeys(found)) if found else group
 
 
-async def _resolved(found: Mapping[Any, str]) -> tuple[dict[Any, Resolved], dict[Any, str]]:
-    """The values of references, and the reasons for those that are lost."""
-    values: dict[Any, Resolved] = {}
-    lost: dict[Any, str] = {}
+async def _resolved(group: Group) -> tuple[Group, str | None]:
+    """The group with values, or None for those that are lost, in place of its references; and the first loss."""
+    found = references_of(group)
+    if not found:
+        return group, None
+    values: dict[Any, Resolved | None] = {}
+    lost: str | None = None
     results = await asyncio.gather(
         *[KINDS[type(reference)].resolve(reference) for reference in found], return_exceptions=True
     )
     for (reference, path), result in zip(found.items(), results, strict=True):
         if isinstance(result, ReferenceLost):
-            lost[reference] = f"{path}: {result}"
+            lost = lost or f"{path}: {result}"
+            values[reference] = None
         elif isinstance(result, BaseException):
             raise result
         else:
             values[reference] = Resolved(result)
-    return values, lost
+    return _replaced(group, values), lost
 
 
 def _find(value: Any, path: str, found: dict[Any, str], seen: set[int], depth: int) -> None:
@@ -198,12 +195,7 @@ def _replaced_member(state: RolloutState, values: Mapping[Any, Any], made: dict[
             made[id(issued)] = _replaced_member(issued, values, made)
         if made[id(issued)] is not issued:
             changed["issued"] = made[id(issued)]
-    if not changed:
-        return state
-    member = state.__copy__()
-    for name, new in changed.items():
-        setattr(member, name, new)
-    return member
+    return replace(state, **changed) if changed else state
 
 
 def _rebuilt(value: Any, values: Mapping[Any, Any], made: dict[int, Any]) -> Any:

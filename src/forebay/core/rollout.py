@@ -8,6 +8,9 @@ about train steps (see `staleness`).
 Token columns (`prompt_ids`, `response_ids`, `logprobs`, ...) may be lists or one-dimensional numpy arrays; a sample
 comes out with the types that it went in with. `version_spans` says which weights generated the response: runs of
 (model step, number of tokens), aligned with `response_ids` from its first token on.
+
+Plain data, which the other fields hold, is strings, numbers of at most 64 bits, bools, None and bytes, and lists,
+tuples, dicts with strings as keys, and numpy arrays of them. `payload` and the codec check that.
 """
 
 from __future__ import annotations
@@ -30,8 +33,11 @@ __all__ = [
     "DRAWABLE",
     "FIELDS",
     "ISSUED_FIELDS",
+    "LEAVES",
+    "MAX_DEPTH",
+    "MAX_DIMENSIONS",
+    "NUMBERS",
     "PROMPT_FIELDS",
-    "RESPONSE_FIELDS",
     "USER_FIELDS",
     "Field",
     "Group",
@@ -50,10 +56,46 @@ __all__ = [
     "lacks_tokens",
     "prompt_of",
     "reset_response",
-    "shares_prompt",
+    "same_value",
     "version_spans_of",
     "versioned_tokens",
 ]
+
+MAX_DEPTH = 64
+"""How deep lists, tuples and dicts of plain data may be nested."""
+MAX_DIMENSIONS = 8
+"""How many dimensions an array may have."""
+
+NUMBERS = frozenset((int, float, bool))
+LEAVES = NUMBERS | {str, bytes, type(None)}
+"""The exact types that hold no other value."""
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Whether two values are the same plain data, type for type; arrays that show the same memory are the same.
+
+    >>> same_value([1, {"a": 2.0}], [1, {"a": 2.0}]), same_value(1, 1.0), same_value(0.0, -0.0)
+    (True, False, False)
+    """
+    if one is other:
+        return True
+    kind = type(one)
+    if kind is not type(other):
+        return False
+    if kind is dict:
+        return list(one) == list(other) and all(same_value(item, other[key]) for key, item in one.items())
+    if kind is list or kind is tuple:
+        return len(one) == len(other) and all(map(same_value, one, other))
+    if kind is ndarray:
+        if one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        same_memory = one.__array_interface__["data"] == other.__array_interface__["data"]
+        return bool(same_memory and one.strides == other.strides) or one.tobytes() == other.tobytes()
+    try:
+        return bool(one == other) and (kind is not float or repr(one) == repr(other))
+    except Exception:  # a value of a foreign class that cannot be compared; the codec decides whether it can be stored
+        return False
+
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -319,16 +361,15 @@ COLUMNS = tuple(name for name, field in FIELDS.items() if field.column)
 PROMPT_FIELDS = tuple(name for name, field in FIELDS.items() if field.part is Part.PROMPT)
 """The prompt, which the members of a group share."""
 ISSUED_FIELDS = tuple(name for name, field in FIELDS.items() if field.part in (Part.PROMPT, Part.REQUEST))
-"""What a sample is issued with: a reset returns to it."""
-RESPONSE_FIELDS = tuple(name for name, field in FIELDS.items() if field.part is Part.RESPONSE)
-"""What a reset removes."""
+"""The fields that a sample is issued with: a reset returns to them."""
 USER_FIELDS = tuple(name for name, field in FIELDS.items() if field.user_data)
 """The fields that hold the user's data, and therefore may hold references."""
 
 columns_of: Callable[[RolloutState], tuple[Any, ...]] = attrgetter(*COLUMNS)
 prompt_of: Callable[[RolloutState], tuple[Any, ...]] = attrgetter(*PROMPT_FIELDS)
 
-_NO_RESPONSE = {name: getattr(RolloutState(message=[]), name) for name in RESPONSE_FIELDS}
+_EMPTY = RolloutState(message=[])
+_NO_RESPONSE = {name: getattr(_EMPTY, name) for name, field in FIELDS.items() if field.part is Part.RESPONSE}
 
 
 def reset_response(state: RolloutState) -> RolloutState:
@@ -346,20 +387,6 @@ def reset_response(state: RolloutState) -> RolloutState:
     return fresh
 
 
-def shares_prompt(one: RolloutState, other: RolloutState) -> bool:
-    """Whether two samples have the very same objects in their prompt fields."""
-    # Written out: a loop over PROMPT_FIELDS takes three times as long, for every member of every put.
-    return (
-        one.message is other.message
-        and one.prompt_ids is other.prompt_ids
-        and one.data_source is other.data_source
-        and one.reward_model is other.reward_model
-        and one.mm_info is other.mm_info
-        and one.tools is other.tools
-        and one.tool_choice is other.tool_choice
-    )
-
-
 # --- versions, statuses and rewards ----------------------------------------------------------------------
 
 
@@ -372,6 +399,7 @@ def version_spans_of(steps: Sequence[int]) -> VersionSpans:
     return tuple((int(step), len(list(run))) for step, run in itertools.groupby(steps))
 
 
+_FINISHED = {"stop": Status.COMPLETED, "length": Status.COMPLETED, "abort": Status.ABORTED}
 _FIRST_OF = (Status.FAILED, Status.EXPIRED, Status.ABORTED, Status.FILTERED, Status.INIT)
 
 
@@ -396,13 +424,7 @@ def finish_status(finish_reason: str | None) -> Status:
     >>> [str(finish_status(reason)) for reason in ("stop", "LENGTH", "abort", "tool_calls", None)]
     ['completed', 'completed', 'aborted', 'failed', 'failed']
     """
-    match (finish_reason or "").lower():
-        case "stop" | "length":
-            return Status.COMPLETED
-        case "abort":
-            return Status.ABORTED
-        case _:
-            return Status.FAILED
+    return _FINISHED.get((finish_reason or "").lower(), Status.FAILED)
 
 
 def versioned_tokens(state: RolloutState) -> int:
@@ -440,25 +462,21 @@ def group_tokens(group: Sequence[RolloutState]) -> int:
 
 def group_reward(group: Sequence[RolloutState]) -> float | None:
     """The mean score of a group; None if a member has none."""
-    total = 0.0
+    scores: list[Any] = []
     for state in group:
-        if state.reward is not None and not isinstance(state.reward, dict):
-            raise InvalidGroup(
-                f"reward of rollout {state.rollout_id} of group {state.group_id} is {state.reward!r}; expected a dict"
-            )
-    for state in group:
-        reward = state.reward
-        if reward is None:
-            return None
-        score = reward.get("score")
-        if score is None:
-            return None
-        if not _is_finite(score):
+        reward, score = state.reward, None
+        if isinstance(reward, dict):
+            score = reward.get("score")
+        is_valid = score is None or None in scores or _is_finite(score)
+        if not is_valid or not isinstance(reward, (dict, _NONE)):
             raise InvalidGroup(
                 f"reward of rollout {state.rollout_id} of group {state.group_id} is {reward!r}; expected a dict whose "
                 "'score', if it has one, is a finite number"
             )
-        total += float(score)
+        scores.append(score)
+    if None in scores:
+        return None
+    total = sum(map(float, scores))
     if not math.isfinite(total):
         raise InvalidGroup(f"the sum of the scores of group {group[0].group_id} is not finite; use smaller scores")
     return total / len(group)

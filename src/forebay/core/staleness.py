@@ -1,12 +1,11 @@
 """How old generated tokens are, and what follows from it.
 
-Two clocks: train step t (from 1) is the optimiser step that will consume the data, model step m is the step
-whose weights generated a token (0 is the initial model). On-policy means t = m + 1. A rule about age
-stands here once; producers, buffer and managers all call it. Nothing here stores anything.
+Two clocks: train step t (from 1) is the optimiser step that will consume the data, model step m is the step whose
+weights generated a token (0 is the initial model). On-policy means t = m + 1. Producers, buffer and managers all call
+the rules of this module. Nothing here stores anything.
 
-A token is fresh for t under a threshold exactly if its model step is at least `floor_step(t, threshold)`.
-That turns every question of expiry into one comparison with a number that only moves when t does, which
-is what lets a storage find the expired groups at the end of an index.
+A token is fresh for t under a threshold exactly if its model step is at least `floor_step(t, threshold)`. So expiry is
+one comparison with a number that only moves when t does, and a storage finds expired groups at the end of an index.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from forebay.core.rollout import (
     reset_response,
     versioned_tokens,
 )
-from forebay.core.validate import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import InvalidGroup, InvalidInput
 
 __all__ = [
@@ -69,8 +68,8 @@ def stale_threshold(max_staleness: int, sync_weights_interval: int) -> int:
     >>> stale_threshold(0, 1), stale_threshold(0, 4), stale_threshold(1, 4)
     (1, 4, 8)
     """
-    whole_number("max_staleness", max_staleness, least=0)
-    whole_number("sync_weights_interval", sync_weights_interval, least=1)
+    checked_integer("max_staleness", max_staleness, least=0)
+    checked_integer("sync_weights_interval", sync_weights_interval, least=1)
     return (max_staleness + 1) * sync_weights_interval
 
 
@@ -85,7 +84,7 @@ def floor_step(train_step: int, threshold: int) -> int:
 
 def check_step(name: str, step: int | None, *, least: int) -> int | None:
     """A train step (from 1) or model step (from 0), or None; InvalidInput otherwise."""
-    return None if step is None else whole_number(name, step, least=least)
+    return None if step is None else checked_integer(name, step, least=least)
 
 
 class Floors(msgspec.Struct, frozen=True, gc=False):
@@ -106,7 +105,7 @@ class Limits(msgspec.Struct, frozen=True, gc=False):
         for name in ("stale_threshold", "token_stale_threshold"):
             value = getattr(self, name)
             if value is not None:
-                whole_number(name, value, least=1)
+                checked_integer(name, value, least=1)
 
     def floors(self, train_step: int) -> Floors:
         sequence, token = self.stale_threshold, self.token_stale_threshold
@@ -152,14 +151,12 @@ def _oldest_step(state: RolloutState) -> int | None:
 
 def group_oldest_step(group: Sequence[RolloutState]) -> int | None:
     """The model step of the oldest token of a group, None without tokens."""
-    steps = [step for state in group if (step := _oldest_step(state)) is not None]
-    return min(steps) if steps else None
+    return min((step for state in group if (step := _oldest_step(state)) is not None), default=None)
 
 
 def group_newest_step(group: Sequence[RolloutState]) -> int | None:
     """The model step of the newest token of a group, None without tokens."""
-    steps = [step for state in group for step, _ in state.version_spans]
-    return max(steps) if steps else None
+    return max((step for state in group for step, _ in state.version_spans), default=None)
 
 
 def group_token_step(group: Sequence[RolloutState]) -> int | None:
@@ -167,8 +164,7 @@ def group_token_step(group: Sequence[RolloutState]) -> int | None:
 
     Below the token floor some member has nothing left to train on. None if no member can expire that way.
     """
-    steps = [step for state in group if (step := _newest_trainable_step(state)) is not None]
-    return min(steps) if steps else None
+    return min((step for state in group if (step := _newest_trainable_step(state)) is not None), default=None)
 
 
 def _newest_trainable_step(state: RolloutState) -> int | None:
@@ -179,7 +175,7 @@ def _newest_trainable_step(state: RolloutState) -> int | None:
     mask = state.response_mask
     versioned, tokens = sum([run for _, run in spans]), versioned_tokens(state)
     if versioned < tokens and (mask is None or _any_set(mask, versioned, tokens)):
-        return None  # it can be trained on tokens whose age nobody knows
+        return None  # it can be trained on tokens of unknown age
     if mask is None:
         return spans[0][0] if len(spans) == 1 else max(step for step, _ in spans)
     newest: int | None = None
@@ -213,22 +209,19 @@ def group_staleness(group: Sequence[RolloutState], train_step: int) -> int:
 
 
 def token_mask(state: RolloutState, train_step: int, token_threshold: int) -> TokenColumn | None:
-    """The semantic mask with every token at or over the threshold taken out; None for an agent trace.
+    """The semantic mask without the tokens at or over the threshold; None for an agent trace.
 
     >>> state = RolloutState(message=[], response_ids=[7, 8], version_spans=((0, 1), (4, 1)))
     >>> token_mask(state, 5, 4), token_mask(state, 5, 8)
     ([0, 1], [1, 1])
     """
-    whole_number("token_stale_threshold", token_threshold, least=1)
+    checked_integer("token_stale_threshold", token_threshold, least=1)
     if state.input_ids is not None or state.labels is not None or state.response_ids is None:
         return None
     semantic = state.response_mask
     if semantic is None:
-        semantic = (
-            [1] * len(state.response_ids)
-            if isinstance(state.response_ids, list)
-            else np.ones(len(state.response_ids), dtype=np.int64)
-        )
+        tokens = len(state.response_ids)
+        semantic = [1] * tokens if isinstance(state.response_ids, list) else np.ones(tokens, dtype=np.int64)
     floor = floor_step(train_step, token_threshold)
     if all(step >= floor for step, _ in state.version_spans):
         return semantic
@@ -244,10 +237,10 @@ def token_mask(state: RolloutState, train_step: int, token_threshold: int) -> To
 def apply_token_mask(state: RolloutState, train_step: int, token_threshold: int) -> None:
     """Write the token mask into a sample that is about to be trained on."""
     mask = token_mask(state, train_step, token_threshold)
+    if isinstance(mask, np.ndarray):
+        mask.setflags(write=False)
     if mask is not None:
         state.response_mask = mask
-        if isinstance(mask, np.ndarray):
-            mask.setflags(write=False)
 
 
 def expire_members(group: Sequence[RolloutState], floors: Floors) -> Group | None:

@@ -1,8 +1,7 @@
 """Checks of groups and of arguments, done before anything is stored.
 
 Statuses given as strings become `Status`, and numpy integers become int. Every error names the member or the argument,
-the value that was found, and the value that was expected. Values inside user data
-are checked by `payload` and the codec.
+the value that was found, and the value that was expected. `payload` and the codec check values inside user data.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from forebay.errors import InvalidConfig, InvalidGroup, InvalidInput
 
 __all__ = [
     "RESERVED_NAMES",
-    "batch_name",
     "check_group",
+    "checked_integer",
     "checked_many",
     "checked_mapping",
+    "checked_priority",
     "checked_reason",
     "checked_status",
     "checked_statuses",
@@ -29,7 +29,6 @@ __all__ = [
     "integer_setting",
     "plain_columns",
     "positive_seconds",
-    "whole_number",
 ]
 
 K = TypeVar("K")
@@ -135,20 +134,16 @@ def _check_columns(state: RolloutState) -> None:
         _check_spans(state)
         spans = state.version_spans
     if response_ids is not None:
-        expected = len(response_ids)
-        if mask is not None and len(mask) != expected:
-            raise _unequal(state, "response_mask", len(mask), expected)
-        if logprobs is not None and len(logprobs) != expected and state.input_ids is None:
-            raise _unequal(state, "logprobs", len(logprobs), expected)
+        if mask is not None and len(mask) != len(response_ids):
+            raise _unequal(state, "response_mask", "response_ids")
+        if logprobs is not None and len(logprobs) != len(response_ids) and state.input_ids is None:
+            raise _unequal(state, "logprobs", "response_ids")
     elif state.input_ids is None and state.labels is None:
         for name, entries in (("response_mask", mask), ("logprobs", logprobs), ("version_spans", spans)):
             if entries is not None and len(entries):
                 raise InvalidGroup(f"{name} of {_name(state)} has {len(entries)} items, but it has no response_ids")
     if state.input_ids is not None and state.labels is not None and len(state.labels) != len(state.input_ids):
-        raise InvalidGroup(
-            f"labels of {_name(state)} has {len(state.labels)} items but input_ids has {len(state.input_ids)}; "
-            "the lengths must match"
-        )
+        raise _unequal(state, "labels", "input_ids")
     if spans:
         _check_spans(state)
 
@@ -205,10 +200,9 @@ def _identity(name: str, value: int | None) -> int | None:
     return int(value)
 
 
-def _unequal(state: RolloutState, name: str, found: int, expected: int) -> InvalidGroup:
-    return InvalidGroup(
-        f"{name} of {_name(state)} has {found} items but response_ids has {expected}; the lengths must match"
-    )
+def _unequal(state: RolloutState, name: str, other: str) -> InvalidGroup:
+    items, others = len(getattr(state, name)), len(getattr(state, other))
+    return InvalidGroup(f"{name} of {_name(state)} has {items} items but {other} has {others}; the lengths must match")
 
 
 def _name(state: RolloutState) -> str:
@@ -219,14 +213,12 @@ def _is_integer(value: object) -> bool:
     return type(value) is int or (isinstance(value, (int, integer)) and not isinstance(value, bool))
 
 
-def whole_number(name: str, value: object, *, least: int | None = None) -> int:
-    """`value` as an int, or InvalidInput that names it."""
-    if not _is_integer(value):
-        raise InvalidInput(f"{name} is {value!r}; expected an integer")
-    number = int(value)  # type: ignore[call-overload]
-    if least is not None and number < least:
-        raise InvalidInput(f"{name} is {number}; expected at least {least}")
-    return int(number)
+def checked_integer(name: str, value: object, *, least: int | None = None) -> int:
+    """`value` as an int; InvalidInput names it."""
+    if not _is_integer(value) or (least is not None and value < least):  # type: ignore[operator]
+        at_least = "" if least is None else f" of at least {least}"
+        raise InvalidInput(f"{name} is {value!r:.80}; expected an integer{at_least}")
+    return int(value)  # type: ignore[call-overload,no-any-return]
 
 
 RESERVED_NAMES = frozenset(
@@ -294,8 +286,16 @@ def checked_wants(wants: Mapping[str, int]) -> dict[str, int]:
     if not isinstance(wants, Mapping):
         raise InvalidInput(f"wants is {wants!r:.80}; expected a dict of task names and numbers of groups")
     return {
-        checked_task(task_name): max(0, whole_number(f"groups of {task_name!r}", n)) for task_name, n in wants.items()
+        checked_task(task_name): max(0, checked_integer(f"groups of {task_name!r}", n))
+        for task_name, n in wants.items()
     }
+
+
+def checked_priority(name: str, priority: object) -> float:
+    """A priority as a float; InvalidInput unless it is a finite number."""
+    if not isinstance(priority, (int, float)) or not abs(priority) <= 1e300:
+        raise InvalidInput(f"{name} is {priority!r:.80}; expected a finite number")
+    return float(priority)
 
 
 def checked_reason(reason: str) -> str:
@@ -304,16 +304,10 @@ def checked_reason(reason: str) -> str:
     return reason
 
 
-def batch_name(wants: Mapping[str, int], status: Status) -> str:
-    """The name of a batch in explanations."""
-    parts = [f"{n} of task {task_name!r}" for task_name, n in wants.items() if n > 0]
-    return f"{status} groups: {', '.join(parts) or 'none'}"
-
-
 def integer_setting(name: str, value: object, *, least: int) -> int:
     """A setting as an int, or InvalidConfig that names it."""
     try:
-        return whole_number(name, value, least=least)
+        return checked_integer(name, value, least=least)
     except InvalidInput as error:
         raise InvalidConfig(str(error)) from None
 

@@ -34,7 +34,7 @@ from forebay.agent_loop.names import NamedHosts
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.agent_loop.server import authorization, checked_url, fetch, is_refused
 from forebay.core.aio import Turns, in_thread, see_through
-from forebay.core.validate import positive_seconds, whole_number
+from forebay.core.validate import checked_integer, positive_seconds
 from forebay.engines.weights import Checksums, Tensor, check_reloadable, check_same_tensors, check_update, read_weights
 from forebay.errors import EngineError, EngineUnavailable, InvalidConfig
 
@@ -180,7 +180,7 @@ class EngineControl(ABC):
 
         `manager`: paused before and continued afterwards; without one, pause all producers of this server yourself.
         """
-        whole_number("model_step", model_step, least=0)
+        checked_integer("model_step", model_step, least=0)
         directory, began = _absolute(path), time.monotonic()
         outage = Outage(self.url, self.down_timeout_s)
         async with self._turns(), self._update_of(outage):

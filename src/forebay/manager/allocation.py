@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import TypeAlias
 
-from forebay.core.validate import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import InvalidConfig, InvalidInput
 
 __all__ = ["Credits", "allocate", "check_weights", "load_credits", "save_credits"]
@@ -51,14 +51,14 @@ def allocate(batch_size: int, weights: Mapping[str, float], credits: Credits) ->
     """
     check_weights(weights)
     try:
-        whole_number("batch_size", batch_size, least=0)
+        checked_integer("batch_size", batch_size, least=0)
     except InvalidInput as error:
         raise InvalidInput(f"{error} (groups of all tasks together)") from None
     exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
     total = sum(exact.values())
     gains = {name: weight / total for name, weight in exact.items()}
     held = {name: credits.get(name, Fraction(0)) for name in weights}
-    # In whole numbers: as fractions, a large batch of many tasks would hold the event loop.
+    # In integers: with fractions, a large batch of many tasks would hold the event loop.
     seat = math.lcm(*[fraction.denominator for fraction in (*gains.values(), *held.values())])
     gained = {name: int(gain * seat) for name, gain in gains.items() if gain}
     credit = {name: int(held[name] * seat) for name in gained}

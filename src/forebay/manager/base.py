@@ -20,7 +20,7 @@ from forebay.core.aio import in_thread, see_through
 from forebay.core.ledger import Clock, LedgerLine
 from forebay.core.rollout import Status
 from forebay.core.staleness import staleness
-from forebay.core.validate import positive_seconds, whole_number
+from forebay.core.validate import checked_integer, positive_seconds
 from forebay.errors import (
     BufferClosed,
     DamagedData,
@@ -63,7 +63,7 @@ class Manager:
         sync_weights_interval: int = 1,
         storage_retry_s: float = 60.0,
     ) -> None:
-        whole_number("sync_weights_interval", sync_weights_interval, least=1)
+        checked_integer("sync_weights_interval", sync_weights_interval, least=1)
         self.storage_retry_s = positive_seconds("storage_retry_s", storage_retry_s)
         self.replay_buffer = replay_buffer
         self._internals = internals(replay_buffer)
@@ -368,7 +368,7 @@ class Manager:
         the plan of steps, credits, the ledger, and the state of agent loops that have one. The one that was there
         stays until it is complete.
         """
-        whole_number("model_step", model_step, least=0)
+        checked_integer("model_step", model_step, least=0)
         self._refuse_to_skip(model_step)
         await self._patiently(
             lambda: self._internals.save(

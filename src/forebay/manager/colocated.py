@@ -8,7 +8,7 @@ import os
 from forebay.buffer.lease import Lease
 from forebay.core.aio import Deadline
 from forebay.core.rollout import Status
-from forebay.core.validate import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import InvalidInput, WaitTimeout
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
@@ -65,9 +65,9 @@ class AgentLoopManager(Manager):
 
     async def _grant(self, batch_size: int, train_step: int, model_step: int) -> ProduceBatchResult:
         self._check_open()
-        whole_number("batch_size", batch_size, least=1)
-        whole_number("train_step", train_step, least=1)
-        whole_number("model_step", model_step, least=0)
+        checked_integer("batch_size", batch_size, least=1)
+        checked_integer("train_step", train_step, least=1)
+        checked_integer("model_step", model_step, least=0)
         if model_step < self.model_step:
             raise InvalidInput(f"model_step is {model_step}, but weights of step {self.model_step} were used already")
         if self._producing:

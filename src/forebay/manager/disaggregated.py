@@ -18,7 +18,7 @@ from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.lease import Lease, LeaseAttempt
 from forebay.core.aio import Deadline, see_through
 from forebay.core.ledger import Clock, LedgerLine
-from forebay.core.validate import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import BufferClosed, InvalidInput, ProducerStopped, WaitTimeout
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
@@ -72,7 +72,7 @@ class DisaggregatedAgentLoopManager(Manager):
         Errors are raised here, and by the next `get_batch`.
         """
         self._check_open()
-        whole_number("batch_size", batch_size, least=1)
+        checked_integer("batch_size", batch_size, least=1)
         if self._loop_running is not None:
             raise InvalidInput("produce_loop runs already; one producer per manager")
         self._loop_running = asyncio.get_running_loop().create_future()
@@ -174,8 +174,8 @@ class DisaggregatedAgentLoopManager(Manager):
 
     async def _grant(self, batch_size: int, train_step: int, timeout_s: float | None) -> ProduceBatchResult:
         self._check_open()
-        whole_number("batch_size", batch_size, least=1)
-        whole_number("train_step", train_step, least=1)
+        checked_integer("batch_size", batch_size, least=1)
+        checked_integer("train_step", train_step, least=1)
         loop = asyncio.get_running_loop()
         began = loop.time()
         for _ in range(2):
@@ -269,7 +269,7 @@ class DisaggregatedAgentLoopManager(Manager):
     async def continue_produce(self, model_step: int) -> None:
         """Generate again, with the weights of `model_step`."""
         self._check_open()
-        whole_number("model_step", model_step, least=0)
+        checked_integer("model_step", model_step, least=0)
         if model_step < self.model_step:
             raise InvalidInput(
                 f"continue_produce with the weights of step {model_step}, but those of step {self.model_step} were "

@@ -17,7 +17,7 @@ from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.internal import internals
 from forebay.core.rollout import RolloutState, Status
-from forebay.core.validate import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import InvalidDataset, InvalidInput
 from forebay.produce.inflight import Steps, Works
 from forebay.produce.judge import GroupReward, Judge, SampleReward
@@ -83,9 +83,9 @@ async def evaluate(
     source = sampler.source
     if not isinstance(source, MapSource):
         raise InvalidDataset("an iterable loader cannot be evaluated: its records are not fixed; expected a data set")
-    whole_number("model_step", model_step, least=0)
+    checked_integer("model_step", model_step, least=0)
     records, clock = len(sampler), asyncio.get_running_loop().time
-    most = records if max_in_flight is None else whole_number("max_in_flight", max_in_flight, least=1)
+    most = records if max_in_flight is None else checked_integer("max_in_flight", max_in_flight, least=1)
     progress = default_progress() if progress is None else progress
     buffer = ReplayBuffer()
     drawing = sampler.with_buffer(buffer)
@@ -96,7 +96,7 @@ async def evaluate(
         judge,
         checked_timeouts(timeouts),
         partial=False,
-        max_tries=whole_number("max_tries", max_tries, least=1),
+        max_tries=checked_integer("max_tries", max_tries, least=1),
         tail_after=2**62,
         budgets=Budgets(),
     )

@@ -22,7 +22,7 @@ import numpy as np
 
 from forebay.core.aio import Pool, run_user_code, start_thread
 from forebay.core.rollout import RolloutState, Status, group_reward
-from forebay.core.validate import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import InvalidConfig, InvalidInput
 from forebay.produce.filters import Filter, is_cheap
 from forebay.produce.members import is_answered, leave_unjudged
@@ -76,7 +76,7 @@ class Judge:
         self.filters = tuple(filters)
         self.rewards = reward_fn is not None or group_reward_fn is not None
         self.idle = not self.rewards and not self.filters
-        self.concurrency = whole_number("reward_concurrency", concurrency, least=1)
+        self.concurrency = checked_integer("reward_concurrency", concurrency, least=1)
         self.pool = Pool("judge", concurrency, "rewards and filters")
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._warned: set[int] = set()

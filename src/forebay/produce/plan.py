@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, get_args
 import msgspec
 
 from forebay.core.rollout import Status
-from forebay.core.validate import positive_seconds, whole_number
+from forebay.core.validate import checked_integer, positive_seconds
 from forebay.errors import InvalidConfig
 
 __all__ = [
@@ -74,9 +74,9 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     manager plans its steps without the task until the next weight update (TooManyRejections if no task is left)."""
 
     def __post_init__(self) -> None:
-        whole_number("max_consecutive_failures", self.max_consecutive_failures, least=1)
+        checked_integer("max_consecutive_failures", self.max_consecutive_failures, least=1)
         if self.max_consecutive_rejections is not None:
-            whole_number("max_consecutive_rejections", self.max_consecutive_rejections, least=1)
+            checked_integer("max_consecutive_rejections", self.max_consecutive_rejections, least=1)
         if self.when_exhausted not in get_args(WhenExhausted):
             raise InvalidConfig(
                 f"when_exhausted is {self.when_exhausted!r:.80}; expected one of {', '.join(get_args(WhenExhausted))}"

@@ -25,7 +25,7 @@ from forebay.core.aio import DATA, RESOLUTION_S, see_through
 from forebay.core.ledger import Clock, End, Place
 from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.staleness import Limits, stale_threshold, staleness
-from forebay.core.validate import checked_task, whole_number
+from forebay.core.validate import checked_integer, checked_task
 from forebay.errors import (
     EngineError,
     EngineUnavailable,
@@ -130,14 +130,14 @@ class ProduceStrategy:
         self._internals = internals(replay_buffer)
         self.over_sample_threshold = over_sample_threshold
         self.enable_partial_rollout = bool(enable_partial_rollout)
-        self.sync_weights_interval = whole_number("sync_weights_interval", sync_weights_interval, least=1)
+        self.sync_weights_interval = checked_integer("sync_weights_interval", sync_weights_interval, least=1)
         self.stale_threshold = stale_threshold(max_staleness, sync_weights_interval)
         self.token_stale_threshold = (
             None if max_token_staleness is None else stale_threshold(max_token_staleness, sync_weights_interval)
         )
-        self.tail_batch_trigger_size = whole_number("tail_batch_trigger_size", tail_batch_trigger_size, least=-1)
-        self.tail_after = whole_number("tail_after", tail_after, least=1)
-        self.max_tries = whole_number("max_tries", max_tries, least=1)
+        self.tail_batch_trigger_size = checked_integer("tail_batch_trigger_size", tail_batch_trigger_size, least=-1)
+        self.tail_after = checked_integer("tail_after", tail_after, least=1)
+        self.max_tries = checked_integer("max_tries", max_tries, least=1)
         if should_continue_fn is not None and not callable(should_continue_fn):
             raise InvalidConfig(f"should_continue_fn is {should_continue_fn!r:.80}; expected a function of (A, T)")
         self.should_continue_fn = should_continue_fn
@@ -193,8 +193,8 @@ class ProduceStrategy:
         than are leased or trained, at any moment: a lease that is returned meanwhile counts as available. An exception
         or a cancel brings everything in flight back into the buffer first.
         """
-        whole_number("train_step", train_step, least=1)
-        whole_number("model_step", model_step, least=0)
+        checked_integer("train_step", train_step, least=1)
+        checked_integer("model_step", model_step, least=0)
         ahead = getattr(agent_loop, "takes_weights_while_running", False)  # it knows better which weights it has
         if staleness(model_step, train_step) >= self.reach and not ahead:
             raise InvalidInput(
@@ -226,7 +226,7 @@ class ProduceStrategy:
         if not isinstance(agent_loop, AgentLoop):
             raise InvalidInput(f"agent_loop is {agent_loop!r:.80}; expected an AgentLoop")
         checked_task(task_name)
-        whole_number("batch_size", batch_size, least=0)
+        checked_integer("batch_size", batch_size, least=0)
         self._refuse_what_never_fits(batch_size)
         task = self._task(task_name)
         if task.producing:

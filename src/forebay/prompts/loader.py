@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -63,18 +64,10 @@ class LoaderSource:
                 f"the loader {type_name(self._loader)} is at record {self._cursor}, but record {cursor} was asked for: "
                 "an iterable loader has one producer per task; use a map-style data set for several"
             )
-        try:
+        with self._moving(f"failed at record {cursor}"):
             record = self._next()
             delivered = self._delivered + 1
             state = self._pack(delivered)
-        except InvalidDataset:
-            self._lost = True
-            raise
-        except Exception as error:
-            self._lost = True
-            raise InvalidDataset(
-                f"the loader {type_name(self._loader)} failed at record {cursor}: {type(error).__name__}: {error}"
-            ) from error
         self._note(cursor, record)
         self._last = (record, self._state)
         self._state, self._delivered = state, delivered
@@ -148,17 +141,21 @@ class LoaderSource:
                 "came from a map-style data set, and an iterable loader cannot continue there; give the task another "
                 "name"
             )
+        with self._moving(f"cannot continue at record {cursor}"):
+            self._load(content)
+        self._cursor, self._state, self._last = cursor, state, None
+
+    @contextmanager
+    def _moving(self, failed: str) -> Iterator[None]:
+        """An error in this block leaves the loader at an unknown position, and is raised as InvalidDataset."""
         self._lost = True
         try:
-            self._load(content)
+            yield
         except InvalidDataset:
             raise
         except Exception as error:
-            raise InvalidDataset(
-                f"the loader {type_name(self._loader)} cannot continue at record {cursor}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        self._cursor, self._state, self._last = cursor, state, None
+            name = type_name(self._loader)
+            raise InvalidDataset(f"the loader {name} {failed}: {type(error).__name__}: {error}") from error
         self._lost = False
 
     def _load(self, content: dict[str, Any]) -> None:

@@ -1,14 +1,14 @@
 """Which prompt comes next: one that has to be generated again, or the next of the data set.
 
-Drawing is issuing: `SamplerWithReplayBuffer` writes what it draws into the buffer, in flight, together with the task's
-position, in one step. So nothing that was drawn can be skipped by a crash, a resume finds its place in the store, and
-several processes can draw from one. Group ids count the groups drawn for a task and never restart. What is handed out
-is the caller's own: its lists and dicts may be changed.
+Drawing is issuing: `SamplerWithReplayBuffer` writes the groups that it draws into the buffer, in flight, together with
+the task's position, in one step. So a crash skips no drawn group, a resume finds its position in the store, and
+several processes can draw from one. Group ids count the groups drawn for a task and never restart. The caller owns the
+groups that it gets: their lists and dicts may be changed.
 
-A fingerprint of the data set is kept beside the position. Before anything is drawn it is compared: positions are not
+A fingerprint of the data set is kept beside the position, and is compared before anything is drawn: positions are not
 applied to another data set (`ChangedDataset`), unless `allow_changed_data` says so.
 
-`Sampler` alone is the same without a buffer, with a position of its own (`state_dict`).
+`Sampler` alone does the same without a buffer, and keeps its own position (`state_dict`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 from msgspec.structs import replace
 
@@ -27,10 +27,9 @@ from forebay.core.aio import DATA, Turns, in_thread, see_through, uncancelled
 from forebay.core.fingerprint import Fingerprint, SourceState, differences, pack_state, unpack_state
 from forebay.core.ledger import number_rollouts
 from forebay.core.payload import remember_prompt
-from forebay.core.rollout import DRAWABLE, RolloutState, Status, carries_response
-from forebay.core.validate import checked_task, whole_number
+from forebay.core.rollout import DRAWABLE, RolloutState, Status, carries_response, lacks_tokens
+from forebay.core.validate import checked_integer, checked_task
 from forebay.errors import (
-    BufferClosed,
     ChangedDataset,
     CursorMoved,
     ForebayError,
@@ -38,7 +37,6 @@ from forebay.errors import (
     InvalidDataset,
     InvalidInput,
     InvalidRecord,
-    LostLease,
     UnsupportedPayload,
 )
 from forebay.prompts.loader import LoaderSource
@@ -46,10 +44,11 @@ from forebay.prompts.sources import (
     Source,
     Tokenize,
     ToRolloutState,
-    as_answer,
+    bad_prompt,
     build_prompt,
     independent,
-    mark_aborted,
+    is_bad,
+    nothing_but_bad,
     open_source,
     without_response,
 )
@@ -59,16 +58,15 @@ __all__ = ["Sampler", "SamplerWithReplayBuffer", "check_sampler"]
 log = logging.getLogger(__name__)
 
 Groups: TypeAlias = list[list[RolloutState]]
+Statuses: TypeAlias = Sequence[Status]
 
 _ISSUED_AT_ONCE = 64
 """Prompts that are built before the event loop gets its turn."""
 
 _COPIED_AT_ONCE = 16
-"""Groups that get lists of their own before it gets another."""
+"""Groups whose lists are copied before the event loop gets its turn."""
 
 _MAX_BAD_IN_A_ROW = 1_000
-
-_BAD = "bad record: "
 
 
 class _Drawn(NamedTuple):
@@ -79,35 +77,114 @@ class _Drawn(NamedTuple):
     state: bytes | None
 
 
-class _Prompts:
-    """The prompts of a data set by number, built and checked; the part that both samplers share."""
+class SamplerOptions(TypedDict, total=False):
+    """The options of both samplers; see `Sampler`."""
+
+    prompt_repeat_k: int
+    seed: int
+    shuffle: bool
+    to_rollout_state: ToRolloutState | None
+    tokenize: Tokenize | None
+    skip_bad_records: bool
+    offline: bool
+    allow_changed_data: bool
+
+
+class Sampler:
+    """Draws prompts from a data set; keeps only the position.
+
+    `dataset`: a list, a data set (`__len__`, `__getitem__`), a loader (`__iter__`, best with `state_dict`), or the path
+    of a JSONL file. `prompt_repeat_k` members per group. `to_rollout_state` maps a record of another shape; `tokenize`
+    fills `prompt_ids`. A record that makes no prompt is an error, or, with `skip_bad_records`, a group that failed.
+    A response in a record is dropped and counted (`dropped_responses`), because the weights that made it are unknown;
+    `offline=True` takes it as the answer instead: it is judged and trained on, and nothing is generated.
+    Stores and checkpoints keep a fingerprint of the data set; continuing with another one is refused
+    (`ChangedDataset`) unless `allow_changed_data=True`, which continues and keeps the new fingerprint.
+    Give it to a strategy, and it draws through the strategy's buffer (`with_buffer`).
+    """
 
     def __init__(
         self,
         dataset: Any,
-        prompt_repeat_k: int,
-        seed: int,
-        shuffle: bool,
-        to_rollout_state: ToRolloutState | None,
-        tokenize: Tokenize | None,
-        skip_bad_records: bool,
-        offline: bool,
-        allow_changed_data: bool,
+        *,
+        prompt_repeat_k: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        to_rollout_state: ToRolloutState | None = None,
+        tokenize: Tokenize | None = None,
+        skip_bad_records: bool = False,
+        offline: bool = False,
+        allow_changed_data: bool = False,
     ) -> None:
         self.source: Source = open_source(dataset, seed=seed, shuffle=shuffle)
-        self.repeat = whole_number("prompt_repeat_k", prompt_repeat_k, least=1)
-        self.skip_bad_records = skip_bad_records
-        self.offline = bool(offline)
-        self.allow_changed_data = bool(allow_changed_data)
         self.dropped_responses = 0
+        self._repeat = checked_integer("prompt_repeat_k", prompt_repeat_k, least=1)
         self._to_rollout_state = to_rollout_state
         self._tokenize = tokenize
-        # Functions of the user's own may take any time.
+        self._skip_bad_records = skip_bad_records
+        self._offline = offline
+        self._allow_changed_data = allow_changed_data
+        # Functions of the user may take any time.
         self._inline = self.source.inline and to_rollout_state is None and tokenize is None
-        self._reading = threading.Lock()
+        self._reading = threading.RLock()
         self._own_state: bytes | None = None  # the last state that was made here: its fingerprint is this data set's
         self._own: SourceState | None = None  # the same, not packed
-        self._said: set[str] = set()  # warnings that were logged
+        self._warned: set[str] = set()
+        self._cursors: dict[str, int] = {}
+        self._state: bytes | None = None
+        self._turns = Turns()
+
+    def __len__(self) -> int:
+        """The number of records of the data set."""
+        return len(self.source)
+
+    def with_buffer(self, replay_buffer: ReplayBuffer) -> SamplerWithReplayBuffer:
+        """The same prompts, drawn through a buffer."""
+        bound = SamplerWithReplayBuffer.__new__(SamplerWithReplayBuffer)
+        bound._bind(self, replay_buffer)
+        return bound
+
+    async def sample(self, task_name: str) -> list[RolloutState]:
+        """The next group of a task."""
+        checked_task(task_name)
+        async with self._turns():
+            if isinstance(self.source, LoaderSource) and self._cursors.keys() - {task_name}:
+                raise InvalidInput(
+                    f"this loader serves task {next(iter(self._cursors))!r}, and cannot serve {task_name!r}, too; use "
+                    "a sampler per task"
+                )
+            for _ in range(_MAX_BAD_IN_A_ROW):
+                cursor = self._cursors.get(task_name, 0)
+                (group,), _, source_state = await self.read(cursor, 1, self._state, task_name)
+                self._state = self._state if source_state is None else source_state
+                self._cursors[task_name] = cursor + 1
+                if not is_bad(group):
+                    break
+            else:
+                raise nothing_but_bad(_MAX_BAD_IN_A_ROW, group)
+        remember_prompt(group)
+        for state in group:
+            state.task_name, state.group_id = task_name, cursor
+            independent(state)
+        number_rollouts(group, cursor)
+        return group
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as plain data."""
+        return {"cursors": dict(self._cursors), "source": self._state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue at the position of another sampler of the same data set, seed and order."""
+        cursors = state.get("cursors") if isinstance(state, Mapping) else None
+        source = state.get("source") if isinstance(state, Mapping) else None
+        if not isinstance(cursors, dict) or not isinstance(source, (bytes, type(None))):
+            raise InvalidInput(f"{state!r:.80} is no state of a sampler; expected what state_dict() returned")
+        self._cursors = {
+            str(name): checked_integer(f"cursor of {name!r}", cursor, least=0) for name, cursor in cursors.items()
+        }
+        self._state = source
+
+    # --- prompts by number ------------------------------------------------------------------------------
 
     async def read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
         """The groups from `cursor` on; `state` is the source's state there. A loader is read one by one."""
@@ -127,25 +204,48 @@ class _Prompts:
                 except InvalidRecord as error:
                     index, prompt = error.index, self.failed(error)
                 indexes.append(index)
-                # Members share their prompt, which is stored once; whoever draws them gets lists of its own.
-                groups.append([prompt.__copy__() for _ in range(self.repeat)])
+                # Members share their prompt, which is stored once; a producer that draws them gets copies.
+                groups.append([prompt.__copy__() for _ in range(self._repeat)])
             return _Drawn(groups, indexes, self._state_after(cursor, state, known, task_name))
 
-    async def compare(self, cursor: int, state: bytes | None, task_name: str) -> None:
-        """ChangedDataset if the state belongs to another data set than this one."""
-        if state is not None and state != self._own_state:
-            await in_thread(lambda: self._compare(cursor, state, task_name), pool=DATA)
+    def _trusted(self, prompt: RolloutState, index: int) -> RolloutState:
+        """The prompt, without the response of its record unless that is to be trained on."""
+        if not carries_response(prompt):
+            return prompt
+        if self._offline:
+            if lacks_tokens(prompt):
+                raise InvalidRecord(index, "has a response without a token; expected a token, or no response")
+            prompt.status = Status.COMPLETED
+            return prompt
+        self._warn(
+            "responses_dropped index=%d: records have responses; they are dropped, and generated (give offline=True to "
+            "train on them as they are)",
+            index,
+        )
+        self.dropped_responses += 1
+        return without_response(prompt)
 
-    def _compare(self, cursor: int, state: bytes, task_name: str) -> None:
-        with self._reading:
-            self._known(cursor, state, task_name)
+    def failed(self, error: InvalidRecord) -> RolloutState:
+        """The prompt that stands for a record that makes none; raises the error unless such records are skipped."""
+        if not self._skip_bad_records:
+            raise error
+        log.warning("record_skipped index=%d error=%s", error.index, error)
+        return bad_prompt(error)
+
+    # --- the fingerprint of the data set ------------------------------------------------------------------
+
+    async def compare_data(self, task_name: str, cursor: int, source_state: bytes | None) -> None:
+        """ChangedDataset if a position of a task belongs to another data set. Reads records; draws nothing."""
+        if source_state is not None and source_state != self._own_state:
+            await in_thread(lambda: self._known(cursor, source_state, task_name), pool=DATA)
 
     def _known(self, cursor: int, state: bytes | None, task_name: str) -> SourceState | None:
         """A source's state after it was compared."""
         if state is None or state == self._own_state:
             return None if state is None else self._own
         known = unpack_state(state)
-        self._refuse_changes(cursor, known.fingerprint, task_name)
+        with self._reading:
+            self._refuse_changes(cursor, known.fingerprint, task_name)
         return known
 
     def _refuse_changes(self, cursor: int, known: Fingerprint, task_name: str) -> bool:
@@ -153,208 +253,48 @@ class _Prompts:
         changes = differences(known, self._fingerprint())
         if any(name.startswith("record ") for name in changes):
             changes = differences(known, self._fingerprint(again=True))
-        if changes and not self.allow_changed_data:
+        if changes and not self._allow_changed_data:
             raise ChangedDataset(task_name, cursor, changes)
         if changes:
-            self._say("data_changed task=%s changes=%s: allow_changed_data was given", task_name, changes)
+            self._warn("data_changed task=%s changes=%s: allow_changed_data was given", task_name, changes)
         return bool(changes)
 
     def _state_after(self, cursor: int, state: bytes | None, known: SourceState | None, task_name: str) -> bytes | None:
         loader = self.source.state()
         if loader is None and state is not None and state == self._own_state:
             return None
-        # Compared again: a loader tells more of itself as it is read. What was drawn earlier it cannot tell again.
+        # Compared again: a loader tells more of itself as it is read. Earlier records it cannot tell again.
         changed = known is not None and self._refuse_changes(cursor, known.fingerprint, task_name)
         now = self._fingerprint()
         if known is not None and not changed:
             before, now = now, now.completed(known.fingerprint)
             if len(before.records) < len(now.records) or before.records.count(None) > now.records.count(None):
-                self._say("data_unverified task=%s: not all records of the fingerprint can be read again", task_name)
+                self._warn("data_unverified task=%s: not all records of the fingerprint can be read again", task_name)
         if now.unverified:
-            self._say("data_unverified task=%s: %s", task_name, "; ".join(now.unverified))
+            self._warn("data_unverified task=%s: %s", task_name, "; ".join(now.unverified))
         self._own = SourceState(fingerprint=now, loader=loader)
         self._own_state = pack_state(self._own)
         return None if self._own_state == state else self._own_state
 
     def _fingerprint(self, *, again: bool = False) -> Fingerprint:
-        return replace(self.source.fingerprint(again=again), group_size=self.repeat)
+        return replace(self.source.fingerprint(again=again), group_size=self._repeat)
 
-    def _say(self, text: str, *values: object) -> None:
-        """A warning, once."""
-        if text not in self._said:
-            self._said.add(text)
-            log.warning(text, *values)
-
-    def _trusted(self, prompt: RolloutState, index: int) -> RolloutState:
-        """The prompt, without a response that nobody generated for it, unless that was asked for."""
-        if not carries_response(prompt):
-            return prompt
-        if self.offline:
-            return as_answer(prompt, index)
-        if not self.dropped_responses:
-            log.warning(
-                "responses_dropped index=%d: records bring responses along; they are dropped, and generated (give "
-                "offline=True to have them trained on as they are)",
-                index,
-            )
-        self.dropped_responses += 1
-        return without_response(prompt)
-
-    def failed(self, error: InvalidRecord) -> RolloutState:
-        """What stands for a record that makes no prompt; the error itself, unless it is to be skipped."""
-        if not self.skip_bad_records:
-            raise error
-        log.warning("record_skipped index=%d error=%s", error.index, error)
-        return RolloutState(message=[], status=Status.FAILED, error_msg=f"{_BAD}{error}")
+    def _warn(self, message: str, *values: object) -> None:
+        """Log a warning, once."""
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning(message, *values)
 
 
-def _is_bad(group: Sequence[RolloutState]) -> bool:
-    """Whether a group stands for a record that makes no prompt, whatever its status: a crash makes it ABORTED."""
-    return not group[0].message and (group[0].error_msg or "").startswith(_BAD)
+class SamplerWithReplayBuffer:
+    """Draws through a buffer: retries first, then the data set; drawn groups are in flight there. See `Sampler`."""
 
+    def __init__(self, dataset: Any, replay_buffer: ReplayBuffer, **options: Unpack[SamplerOptions]) -> None:
+        self._bind(Sampler(dataset, **options), replay_buffer)
 
-class _OverDataset:
-    """What both samplers tell of their data set."""
-
-    _prompts: _Prompts
-
-    def __len__(self) -> int:
-        """Records of the data set."""
-        return len(self._prompts.source)
-
-    @property
-    def dropped_responses(self) -> int:
-        """Records that brought a response along, which was dropped."""
-        return self._prompts.dropped_responses
-
-    async def compare_data(self, task_name: str, cursor: int, source_state: bytes | None) -> None:
-        """ChangedDataset if a position of a task belongs to another data set. Reads records; draws nothing."""
-        await self._prompts.compare(cursor, source_state, task_name)
-
-
-class Sampler(_OverDataset):
-    """Draws prompts from a data set; nothing is kept of what was drawn but the position.
-
-    `dataset`: a list, a data set (`__len__`, `__getitem__`), a loader (`__iter__`, best with `state_dict`), or the path
-    of a JSONL file. `prompt_repeat_k` members per group. `to_rollout_state` maps a record of your own shape; `tokenize`
-    fills `prompt_ids`. A record that makes no prompt is an error, or, with `skip_bad_records`, a group that failed.
-    A response that a record brings along is dropped and counted (`dropped_responses`), because nobody knows which
-    weights made it; `offline=True` takes it as the answer instead: it is judged, and trained on, and nothing generated.
-    Stores and checkpoints keep a fingerprint of the data set; continuing with another one is refused
-    (`ChangedDataset`) unless `allow_changed_data=True`, which continues and keeps the new fingerprint.
-    Give it to a strategy, and it draws through the strategy's buffer (`with_buffer`).
-    """
-
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        prompt_repeat_k: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
-        to_rollout_state: ToRolloutState | None = None,
-        tokenize: Tokenize | None = None,
-        skip_bad_records: bool = False,
-        offline: bool = False,
-        allow_changed_data: bool = False,
-    ) -> None:
-        self._prompts = _Prompts(
-            dataset,
-            prompt_repeat_k,
-            seed,
-            shuffle,
-            to_rollout_state,
-            tokenize,
-            skip_bad_records,
-            offline,
-            allow_changed_data,
-        )
-        self._cursors: dict[str, int] = {}
-        self._state: bytes | None = None
-        self._turns = Turns()
-
-    @property
-    def source(self) -> Source:
-        """The records, by position."""
-        return self._prompts.source
-
-    def with_buffer(self, replay_buffer: ReplayBuffer) -> SamplerWithReplayBuffer:
-        """The same prompts, drawn through a buffer."""
-        return SamplerWithReplayBuffer._of(self._prompts, replay_buffer)
-
-    async def sample(self, task_name: str) -> list[RolloutState]:
-        """The next group of a task."""
-        checked_task(task_name)
-        async with self._turns():
-            if isinstance(self._prompts.source, LoaderSource) and self._cursors.keys() - {task_name}:
-                raise InvalidInput(
-                    f"this loader serves task {next(iter(self._cursors))!r}, and cannot serve {task_name!r}, too; use "
-                    "a sampler per task"
-                )
-            for _ in range(_MAX_BAD_IN_A_ROW):
-                cursor = self._cursors.get(task_name, 0)
-                (group,), _, source_state = await self._prompts.read(cursor, 1, self._state, task_name)
-                self._state = self._state if source_state is None else source_state
-                self._cursors[task_name] = cursor + 1
-                if not _is_bad(group):
-                    break
-            else:
-                raise _nothing_but_bad(_MAX_BAD_IN_A_ROW, group)
-        remember_prompt(group)
-        for state in group:
-            state.task_name, state.group_id = task_name, cursor
-            independent(state)
-        number_rollouts(group, cursor)
-        return group
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where to go on, as plain data."""
-        return {"cursors": dict(self._cursors), "source": self._state}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another sampler of the same data set, seed and order stood."""
-        cursors = state.get("cursors") if isinstance(state, Mapping) else None
-        source = state.get("source") if isinstance(state, Mapping) else None
-        if not isinstance(cursors, dict) or not isinstance(source, (bytes, type(None))):
-            raise InvalidInput(f"{state!r:.80} is no state of a sampler; expected what state_dict() returned")
-        self._cursors = {
-            str(name): whole_number(f"cursor of {name!r}", cursor, least=0) for name, cursor in cursors.items()
-        }
-        self._state = source
-
-
-class SamplerWithReplayBuffer(_OverDataset):
-    """Draws through a buffer: retries first, then the data set; what is drawn is in flight there. See `Sampler`."""
-
-    def __init__(
-        self,
-        dataset: Any,
-        replay_buffer: ReplayBuffer,
-        *,
-        prompt_repeat_k: int = 1,
-        seed: int = 0,
-        shuffle: bool = True,
-        to_rollout_state: ToRolloutState | None = None,
-        tokenize: Tokenize | None = None,
-        skip_bad_records: bool = False,
-        offline: bool = False,
-        allow_changed_data: bool = False,
-    ) -> None:
-        self._prompts = _Prompts(
-            dataset,
-            prompt_repeat_k,
-            seed,
-            shuffle,
-            to_rollout_state,
-            tokenize,
-            skip_bad_records,
-            offline,
-            allow_changed_data,
-        )
-        self._bind(replay_buffer)
-
-    def _bind(self, replay_buffer: ReplayBuffer) -> None:
+    def _bind(self, prompts: Sampler, replay_buffer: ReplayBuffer) -> None:
         self.replay_buffer = replay_buffer
+        self._prompts = prompts
         self._internals = internals(replay_buffer)
         self._turns = Turns()
         self._read_ahead: tuple[int, bytes | None, _Drawn] | None = None
@@ -362,32 +302,32 @@ class SamplerWithReplayBuffer(_OverDataset):
         self._bad_in_a_row = 0
         self._compared: set[str] = set()  # tasks whose position was compared before anything was drawn again
 
-    @classmethod
-    def _of(cls, prompts: _Prompts, replay_buffer: ReplayBuffer) -> SamplerWithReplayBuffer:
-        sampler = cls.__new__(cls)
-        sampler._prompts = prompts
-        sampler._bind(replay_buffer)
-        return sampler
+    def __len__(self) -> int:
+        """The number of records of the data set."""
+        return len(self._prompts)
 
-    async def sample(self, task_name: str, statuses: Sequence[Status] = DRAWABLE) -> list[RolloutState]:
-        """One group, in flight from now on; waits for room."""
+    @property
+    def dropped_responses(self) -> int:
+        """Records with a response, which was dropped."""
+        return self._prompts.dropped_responses
+
+    async def compare_data(self, task_name: str, cursor: int, source_state: bytes | None) -> None:
+        """ChangedDataset if a position of a task belongs to another data set. Reads records; draws nothing."""
+        await self._prompts.compare_data(task_name, cursor, source_state)
+
+    async def sample(self, task_name: str, statuses: Statuses = DRAWABLE) -> list[RolloutState]:
+        """One group, in flight from now on; waits for capacity."""
         return (await self.draw(1, task_name, statuses))[0]
 
     async def draw(
-        self,
-        n: int,
-        task_name: str,
-        statuses: Sequence[Status] = DRAWABLE,
-        *,
-        timeout_s: float | None = None,
-        own: bool = True,
+        self, n: int, task_name: str, statuses: Statuses = DRAWABLE, *, timeout_s: float | None = None, own: bool = True
     ) -> Groups:
-        """Up to n groups, in flight from now on: at least one, and as many as there is room for.
+        """Up to n groups, in flight from now on: at least one, and no more than fit into the buffer.
 
-        Retries of these statuses first, in order of group_id; then the data set. WaitTimeout if there was room for
-        none. Not `own`: lists and dicts are shared with the buffer, for callers that copy before they change any.
+        Retries of these statuses first, in order of group_id; then the data set. WaitTimeout if none fitted. Not
+        `own`: lists and dicts are shared with the buffer, for callers that copy before they change any.
         """
-        whole_number("n", n, least=1)
+        checked_integer("n", n, least=1)
 
         async def attempt() -> Groups | None:
             return await self.try_draw(n, task_name, statuses, own=own) or None
@@ -395,20 +335,12 @@ class SamplerWithReplayBuffer(_OverDataset):
         what = f"room to draw {n} groups of task {task_name!r}"
         return await self._internals.until(attempt, what, (task_name,), timeout_s=timeout_s)
 
-    async def try_draw(
-        self, n: int, task_name: str, statuses: Sequence[Status] = DRAWABLE, *, own: bool = True
-    ) -> Groups:
+    async def try_draw(self, n: int, task_name: str, statuses: Statuses = DRAWABLE, *, own: bool = True) -> Groups:
         """As `draw`, without waiting: maybe none."""
         return await self._draw(n, task_name, statuses, new=True, own=own)
 
     async def draw_again(
-        self,
-        n: int,
-        task_name: str,
-        statuses: Sequence[Status] = DRAWABLE,
-        *,
-        own: bool = True,
-        first: Collection[int] = (),
+        self, n: int, task_name: str, statuses: Statuses = DRAWABLE, *, own: bool = True, first: Collection[int] = ()
     ) -> Groups:
         """Up to n groups of these statuses, in flight from now on; maybe none. Never waits.
 
@@ -424,9 +356,9 @@ class SamplerWithReplayBuffer(_OverDataset):
         return drawn
 
     async def _draw(
-        self, n: int, task_name: str, statuses: Sequence[Status], *, new: bool, own: bool, only: Collection[int] = ()
+        self, n: int, task_name: str, statuses: Statuses, *, new: bool, own: bool, only: Collection[int] = ()
     ) -> Groups:
-        """What can be drawn just now. Nobody waits for room in here: others could not draw what makes it."""
+        """The groups that can be drawn now. Does not wait for capacity, which would keep others from drawing."""
         drawn: Groups = []
         try:
             if statuses:
@@ -450,7 +382,7 @@ class SamplerWithReplayBuffer(_OverDataset):
             raise
 
     async def _issue(self, n: int, task_name: str) -> Groups | None:
-        """Up to n groups of the data set, as many as there is room for; None if there is none."""
+        """Up to n groups of the data set, no more than fit; None if none fits."""
         n = min(n, _ISSUED_AT_ONCE)
         if isinstance(self._prompts.source, LoaderSource):
             n = 1  # a loader has its state between two records
@@ -479,20 +411,16 @@ class SamplerWithReplayBuffer(_OverDataset):
                     return None
                 after = state if drawn.state is None else drawn.state
                 self._positions[task_name] = (self._internals.restores, cursor + issued.taken, after)
-                self._read_ahead = None
-                if issued.taken < len(drawn.groups):
-                    rest = _Drawn(drawn.groups[issued.taken :], drawn.indexes[issued.taken :], None)
-                    self._read_ahead = (cursor + issued.taken, after, rest)
+                rest = _Drawn(drawn.groups[issued.taken :], drawn.indexes[issued.taken :], None)
+                self._read_ahead = (cursor + issued.taken, after, rest)
                 return issued.groups
 
     async def _position(self, task_name: str) -> tuple[int, bytes | None]:
         """Where the next prompt of a task is, as this sampler left it; another producer may have moved it since."""
         known = self._positions.get(task_name)
-        if known is not None and known[0] == self._internals.restores:
-            return known[1:]
-        cursor, state = await self._internals.position(task_name)
-        self._positions[task_name] = (self._internals.restores, cursor, state)
-        return cursor, state
+        if known is None or known[0] != self._internals.restores:
+            known = self._positions[task_name] = (self._internals.restores, *await self._internals.position(task_name))
+        return known[1:]
 
     async def _read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
         """Up to n of the next groups: those that were read and not issued, or newly read ones."""
@@ -503,7 +431,7 @@ class SamplerWithReplayBuffer(_OverDataset):
         return drawn._replace(groups=groups)
 
     async def _write(self, drawn: _Drawn, cursor: int, task_name: str) -> Issued:
-        """Issue the groups that there is room for. It is seen through: groups of a cancelled draw go back."""
+        """Issue the groups that fit. A cancel waits for it, and then gives them back."""
         issuing = asyncio.ensure_future(
             self._internals.issue(drawn.groups, task_name, cursor=cursor, source_state=drawn.state)
         )
@@ -513,7 +441,7 @@ class SamplerWithReplayBuffer(_OverDataset):
         if not issuing.cancelled():
             await self._return([] if issuing.exception() else issuing.result().groups, task_name)
         else:
-            # The loop shuts down, and the store may have done it nevertheless, which the position tells.
+            # The loop shuts down. The position tells whether the store issued the groups all the same.
             await uncancelled(self._return_issued(drawn.groups, cursor, task_name))
         raise cancelled or asyncio.CancelledError
 
@@ -525,17 +453,17 @@ class SamplerWithReplayBuffer(_OverDataset):
         await self._return(groups[: max(0, now - cursor)], task_name)
 
     async def _return(self, groups: Groups, task_name: str) -> None:
-        """Give back what a draw that failed had; its own error is the one to hear of."""
+        """Give back the groups of a draw that failed. Only logs errors: the caller raises that of the draw."""
         try:
-            await uncancelled(give_back(self.replay_buffer, groups, task_name))
+            await uncancelled(self._internals.give_back(groups, task_name))
         except ForebayError:
             log.exception("draw_not_returned task=%s groups=%d", task_name, len(groups))
 
     async def _without_bad(self, groups: Groups, task_name: str) -> Groups:
-        """Records that make no prompt were drawn, too, and end as failed: the position stays one number."""
+        """End groups that stand for records that make no prompt as failed: the position stays one number."""
         good: Groups = []
         for at, group in enumerate(groups):
-            if not _is_bad(group):
+            if not is_bad(group):
                 good.append(group)
                 self._bad_in_a_row = 0
                 continue
@@ -545,7 +473,7 @@ class SamplerWithReplayBuffer(_OverDataset):
                     state.status = Status.FAILED
                 await self.replay_buffer.put(group, task_name)
                 if self._bad_in_a_row >= _MAX_BAD_IN_A_ROW:
-                    raise _nothing_but_bad(self._bad_in_a_row, group)
+                    raise nothing_but_bad(self._bad_in_a_row, group)
             except BaseException:
                 await self._return(good + groups[at:], task_name)
                 raise
@@ -553,7 +481,7 @@ class SamplerWithReplayBuffer(_OverDataset):
 
 
 def check_sampler(sampler: Any) -> None:
-    """InvalidConfig for a class whose own `sample` nobody would call: strategies draw many groups at once."""
+    """InvalidConfig for a class with its own `sample`, which strategies do not call: they draw many groups at once."""
     for kind, used, advice in (
         (Sampler, Sampler.with_buffer, "with_buffer"),
         (SamplerWithReplayBuffer, SamplerWithReplayBuffer.draw, "draw and draw_again"),
@@ -565,22 +493,3 @@ def check_sampler(sampler: Any) -> None:
                 f"once; override {advice} instead, or give the order by the data set: an object with __len__ and "
                 "__getitem__ (shuffle=False), or a loader with state_dict"
             )
-
-
-def _nothing_but_bad(records: int, last: Sequence[RolloutState]) -> InvalidDataset:
-    return InvalidDataset(f"{records} records in a row make no prompt; the last one: {last[0].error_msg}")
-
-
-async def give_back(replay_buffer: ReplayBuffer, groups: Sequence[list[RolloutState]], task_name: str) -> None:
-    """Return groups in flight to the buffer, as ABORTED with what they have. Nothing happens to those not held."""
-    failed: ForebayError | None = None
-    for group in groups:
-        mark_aborted(group)
-        try:
-            await replay_buffer.put(group, task_name)
-        except (LostLease, BufferClosed) as gone:
-            log.info("group_gone task=%s group=%s reason=%s", task_name, group[0].group_id, gone)
-        except ForebayError as error:
-            failed = failed or error  # the others go back all the same
-    if failed is not None:
-        raise failed

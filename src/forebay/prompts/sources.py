@@ -14,7 +14,7 @@ import functools
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -22,20 +22,19 @@ import msgspec
 import numpy as np
 
 from forebay.core.fingerprint import Fingerprint, digest, own_digest, sampled_positions, type_name
-from forebay.core.plain import LEAVES
 from forebay.core.rollout import (
     COLUMNS,
     FIELDS,
     ISSUED_FIELDS,
+    LEAVES,
     USER_FIELDS,
     RolloutState,
     SampleParams,
     Status,
     TokenColumn,
-    lacks_tokens,
     reset_response,
 )
-from forebay.core.validate import check_group, whole_number
+from forebay.core.validate import check_group, checked_integer
 from forebay.errors import InvalidDataset, InvalidGroup, InvalidInput, InvalidRecord
 from forebay.prompts.loader import LoaderSource
 
@@ -45,10 +44,11 @@ __all__ = [
     "Source",
     "ToRolloutState",
     "Tokenize",
-    "as_answer",
+    "bad_prompt",
     "build_prompt",
     "independent",
-    "mark_aborted",
+    "is_bad",
+    "nothing_but_bad",
     "open_source",
     "shuffled_index",
     "start_again",
@@ -82,7 +82,7 @@ class Source(Protocol):
 
 def open_source(dataset: Any, *, seed: int, shuffle: bool) -> Source:
     """The source for a data set of any supported type; InvalidDataset lists the supported types."""
-    whole_number("seed", seed)
+    checked_integer("seed", seed)
     if isinstance(dataset, (str, Path)):
         dataset = JSONLDataset(dataset)
     if isinstance(dataset, Mapping):
@@ -335,12 +335,22 @@ def without_response(prompt: RolloutState) -> RolloutState:
     return bare
 
 
-def as_answer(prompt: RolloutState, index: int) -> RolloutState:
-    """The prompt with the response of its record as the answer; InvalidRecord if the response has no token."""
-    if lacks_tokens(prompt):
-        raise InvalidRecord(index, "has a response without a token; expected at least one token, or no response")
-    prompt.status = Status.COMPLETED
-    return prompt
+_BAD = "bad record: "
+
+
+def bad_prompt(error: InvalidRecord) -> RolloutState:
+    """The sample that stands for a record that makes no prompt."""
+    return RolloutState(message=[], status=Status.FAILED, error_msg=f"{_BAD}{error}")
+
+
+def is_bad(group: Sequence[RolloutState]) -> bool:
+    """Whether a group stands for a record that makes no prompt, whatever its status: a crash makes it ABORTED."""
+    return not group[0].message and (group[0].error_msg or "").startswith(_BAD)
+
+
+def nothing_but_bad(records: int, last: Sequence[RolloutState]) -> InvalidDataset:
+    """The error after too many records in a row that make no prompt."""
+    return InvalidDataset(f"{records} records in a row make no prompt; the last one: {last[0].error_msg}")
 
 
 def _from_mapping(record: Any) -> RolloutState:
@@ -436,14 +446,6 @@ def start_again(state: RolloutState) -> None:
     fresh.issued = state.issued
     for name in state.__struct_fields__:
         setattr(state, name, getattr(fresh, name))
-
-
-def mark_aborted(group: Iterable[RolloutState], reason: str | None = None) -> None:
-    """Mark the members that are not COMPLETED as ABORTED, so that they are generated again from what they have."""
-    for state in group:
-        if state.status is not Status.COMPLETED:
-            state.status = Status.ABORTED
-            state.error_msg = reason or state.error_msg
 
 
 def _copy(value: Any) -> Any:

@@ -33,7 +33,7 @@ from forebay.buffer.session import SHARED_LEASE_S
 from forebay.config import POLICIES, ReplayBufferConfig
 from forebay.core.capacity import Settings
 from forebay.core.policy import Order, ReplayPolicy
-from forebay.core.validate import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import BufferLost, ForebayError, InvalidConfig, NameTaken, NoSuchBuffer, StorageUnavailable
 from forebay.ray import wire
 from forebay.ray.client.link import Link, check_cluster, find_host
@@ -113,9 +113,9 @@ class RayReplayBuffer(ReplayBuffer):
         if not isinstance(config, ReplayBufferConfig):
             raise InvalidConfig(f"RayReplayBuffer.create got {config!r:.80}; expected a ReplayBufferConfig")
         _check_name(name)
-        if whole_number("shards", shards, least=1) > MAX_SHARDS:
+        if checked_integer("shards", shards, least=1) > MAX_SHARDS:
             raise InvalidConfig(f"shards is {shards}; expected at most {MAX_SHARDS}")
-        whole_number("wait_places", wait_places, least=1)
+        checked_integer("wait_places", wait_places, least=1)
         bounded = config.max_groups is not None or config.max_bytes is not None or config.keep_trained
         if shards > 1 and bounded:
             raise InvalidConfig(
@@ -190,10 +190,10 @@ class RayReplayBuffer(ReplayBuffer):
         settings = links[0].hello.settings
         if settings is None:
             raise InvalidConfig(f"the actor {name!r} hosts a storage without a buffer; use RayStorage on it")
-        storages = [RayStorage(link) for link in links]  # type: ignore[abstract]  # the table makes its methods
+        storages = [RayStorage(link) for link in links]  # the table makes its methods
         known = _POLICIES.get(settings.policy)
         policy = HostedPolicy(settings.policy, settings.order) if known is None else known()
-        storage = storages[0] if len(storages) == 1 else ShardedStorage(storages)  # type: ignore[abstract]
+        storage = storages[0] if len(storages) == 1 else ShardedStorage(storages)
         return cls(name, storage, policy, settings, on_group_end)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.core.validate import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput
 from forebay.manager.allocation import Credits, allocate, load_credits, save_credits
 from forebay.trajectory.buffer import TrajectoryReplayBuffer
@@ -47,7 +47,7 @@ class MixedReplay:
                 f"the buffers give {' and '.join(buffer.arrays for buffer in self.buffers)}; build all of them with "
                 "the same `arrays`"
             )
-        if whole_number("seed", seed, least=0) >= 2**64:
+        if checked_integer("seed", seed, least=0) >= 2**64:
             raise InvalidConfig(f"seed is {seed}; expected at most {2**64 - 1}")
         self._shares = {str(k): share for k, share in enumerate(shares.values())}
         exact = {name: Fraction(str(share)) for name, share in self._shares.items()}
@@ -63,7 +63,7 @@ class MixedReplay:
 
         InvalidInput if a buffer that has to give some is empty, or if the buffers have different fields.
         """
-        count = whole_number("num_chunks", num_chunks, least=1)
+        count = checked_integer("num_chunks", num_chunks, least=1)
         with self._lock:
             return self._sample(count, shuffle)
 

@@ -23,7 +23,7 @@ import numpy as np
 from forebay.checkpoint.files import FileOps
 from forebay.checkpoint.publish import MANIFEST, MANIFEST_LEFTOVER, doing, read_manifest
 from forebay.core.report import Progress, Steps
-from forebay.core.validate import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import CheckpointError, DamagedData, ForebayError, InvalidInput
 from forebay.trajectory.catalogue import NAME, Catalogue
 from forebay.trajectory.checkpoint import MAIN, Contents, PartSource, leftovers, open_contents, write_checkpoint
@@ -228,7 +228,7 @@ def split(
     """
     files = files or FileOps()
     check_new(target)
-    count = whole_number("count", count)
+    count = checked_integer("count", count)
     with Sources([source], files, hold=not dry_run) as found:
         if len(found.directories) > 1:
             raise InvalidInput(

@@ -23,12 +23,12 @@ import ray
 from ray import exceptions
 
 from forebay.agent_loop.base import AgentLoop
+from forebay.buffer.internal import mark_aborted
 from forebay.codec.frame import decode_group, encode_group
 from forebay.core.aio import ignore_exception, see_through
 from forebay.core.rollout import RolloutState, Status
 from forebay.core.validate import integer_setting, positive_seconds
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
-from forebay.prompts.sources import mark_aborted
 from forebay.ray.client.link import first_line
 from forebay.ray.loops.actor import MethodCall, RemoteError, Reply
 from forebay.ray.loops.pool import LoopPool, Phase, PooledActor, engine_error

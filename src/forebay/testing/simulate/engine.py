@@ -27,7 +27,7 @@ import numpy as np
 from forebay.agent_loop.base import AgentLoop
 from forebay.core.rollout import RolloutState, Status, TokenColumn, VersionSpans, finish_status
 from forebay.core.staleness import stamp
-from forebay.core.validate import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import EngineError, InvalidConfig
 from forebay.prompts.sources import start_again
 
@@ -71,7 +71,7 @@ class LongTail(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not (self.median > 0 and self.sigma >= 0 and self.long_factor > 0 and 0 <= self.long_share <= 1):
             raise InvalidConfig(f"{self} cannot be: median and factor are above 0, sigma from 0, the share from 0 to 1")
-        whole_number("max_tokens", self.max_tokens, least=1)
+        checked_integer("max_tokens", self.max_tokens, least=1)
 
     def is_long(self, seed: int, group_id: int | None) -> bool:
         """Whether a prompt is one of those with long answers; the same for all members of its group."""
@@ -129,16 +129,16 @@ class SimulatedEngine(AgentLoop):
                 f"expected tokens_per_second above 0 and abort_latency_s from 0, got {tokens_per_second} and "
                 f"{abort_latency_s}"
             )
-        self.seed = whole_number("seed", seed)
+        self.seed = checked_integer("seed", seed)
         self.lengths: LengthModel = LongTail() if lengths is None else lengths
         self.tokens_per_second = tokens_per_second
-        self.slots = None if slots is None else whole_number("slots", slots, least=1)
+        self.slots = None if slots is None else checked_integer("slots", slots, least=1)
         self.failure_rate = failure_rate
         self.hang_rate = hang_rate
         self.abort_latency_s = abort_latency_s
         self.ignores_pause = ignores_pause
         self.reward = reward
-        self._model_step = whole_number("model_step", model_step, least=0)
+        self._model_step = checked_integer("model_step", model_step, least=0)
         self._decoding: dict[_Sequence, None] = {}  # for its order, as a set has none
         self._waiting: OrderedDict[_Sequence, None] = OrderedDict()  # a plain dict is slow to give its first away
         self._started = self._tokens = 0
@@ -282,7 +282,7 @@ class SimulatedEngine(AgentLoop):
 
     def set_weights(self, model_step: int) -> None:
         """New weights, from the next token on. Costs one step per sequence that is being decoded."""
-        model_step = whole_number("model_step", model_step, least=0)
+        model_step = checked_integer("model_step", model_step, least=0)
         if self._decoding and model_step != self._model_step:
             now = asyncio.get_running_loop().time()
             for sequence in self._decoding:

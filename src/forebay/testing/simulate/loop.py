@@ -31,7 +31,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from forebay.core.validate import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import ForebayError, InvalidInput
 
 __all__ = ["NotSimulated", "SimulatedLoop", "SimulationLimit", "SimulationStuck", "run"]
@@ -83,11 +83,11 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     _timer_cancelled_count: int
 
     def __init__(self, seed: int | None = 0, *, max_events: int = 10_000_000, max_seconds: float | None = None) -> None:
-        self._max_events = whole_number("max_events", max_events, least=1)
+        self._max_events = checked_integer("max_events", max_events, least=1)
         if max_seconds is not None and not max_seconds >= 0:
             raise InvalidInput(f"max_seconds is {max_seconds!r}; expected a number of virtual seconds, or None")
         self._max_seconds = math.inf if max_seconds is None else max_seconds
-        self._random = None if seed is None else random.Random(whole_number("seed", seed))
+        self._random = None if seed is None else random.Random(checked_integer("seed", seed))
         self._now = 0.0
         self._numbers = 0
         self._faults: dict[int, list[Callable[[], object]]] = {}
@@ -105,7 +105,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         It runs between two callbacks, on the loop but in no task: it may set, cancel, create tasks. What it raises
         ends the run. Several for one number run in the order in which they came.
         """
-        number = whole_number("number", number)
+        number = checked_integer("number", number)
         if number <= self.events:
             raise InvalidInput(f"event {number} has been; {self.events} have run, so expected a number above that")
         self._faults.setdefault(number, []).append(callback)
