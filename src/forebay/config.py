@@ -37,16 +37,16 @@ from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Tas
 from forebay.manager.allocation import check_weights
 from forebay.produce import (
     AsyncProduceStrategy,
-    Budgets,
     ProduceStrategy,
     Progress,
     SyncProduceStrategy,
-    Timeouts,
     reject_truncated,
     reject_zero_std,
 )
 from forebay.produce.filters import Filter
 from forebay.produce.judge import GroupReward, SampleReward
+from forebay.produce.plan import StrategySettings
+from forebay.produce.strategy import SYNC_ARGUMENTS
 from forebay.prompts.sampler import Sampler
 from forebay.prompts.sources import Tokenize, ToRolloutState
 from forebay.storage.base import Storage
@@ -137,31 +137,21 @@ class AsyncReplayBufferConfig(ReplayBufferConfig, kw_only=True, frozen=True, for
     policy: Literal["fifo", "staleness", "priority", "freshest"] = "staleness"
 
 
-class StrategyConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class StrategyConfig(Config, StrategySettings, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """How a task is produced; see `AsyncProduceStrategy`. Kind `sync` takes no setting of running ahead."""
 
     table: ClassVar[str] = "strategy"
 
     kind: Literal["sync", "async"] = "async"
-    over_sample_threshold: float = 0.0
-    enable_partial_rollout: bool = False
-    max_staleness: int = 0
-    max_token_staleness: int | None = None
-    tail_batch_trigger_size: int = 0
-    tail_after: int = 3
-    max_tries: int = 3
     filters: tuple[Literal["reject_zero_std", "reject_truncated"], ...] = ()
-    timeouts: Timeouts = Timeouts()
-    budgets: Budgets = Budgets()
 
     def __post_init__(self) -> None:
-        # The strategy checks everything else. Only a manager or a task knows the interval of weight updates, so they
-        # check whether partial rollout is possible with it; it is with an interval of 2.
-        self.build(ReplayBuffer(), sync_weights_interval=2)
-        if self.kind == "sync":
-            for name in _AHEAD:
-                if getattr(self, name) != msgspec.structs.fields(StrategyConfig)[_index(name)].default:
-                    raise InvalidConfig(f"{name}={getattr(self, name)!r} with kind='sync', which never runs ahead")
+        super().__post_init__()
+        if unknown := set(self.filters) - _FILTERS.keys():
+            raise InvalidConfig(f"unknown filters {sorted(unknown)}; expected some of {', '.join(_FILTERS)}")
+        for name, default in msgspec.structs.asdict(StrategySettings()).items():
+            if self.kind == "sync" and name not in SYNC_ARGUMENTS and getattr(self, name) != default:
+                raise InvalidConfig(f"{name}={getattr(self, name)!r} with kind='sync', which never runs ahead")
 
     def build(
         self,
@@ -178,52 +168,23 @@ class StrategyConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tr
         filters: list[Filter] = [_FILTERS[name] for name in self.filters]
         if is_valid_sample_fn is not None:
             filters.append(is_valid_sample_fn)
+        names = StrategySettings.__struct_fields__
         if self.kind == "sync":
-            return SyncProduceStrategy(
-                replay_buffer,
-                sync_weights_interval=sync_weights_interval,
-                max_tries=self.max_tries,
-                reward_fn=reward_fn,
-                group_reward_fn=group_reward_fn,
-                is_valid_sample_fn=filters,
-                should_continue_fn=should_continue_fn,
-                timeouts=self.timeouts,
-                budgets=self.budgets,
-                progress=progress,
-            )
-        return AsyncProduceStrategy(
+            names = tuple(name for name in names if name in SYNC_ARGUMENTS)
+        kind = SyncProduceStrategy if self.kind == "sync" else AsyncProduceStrategy
+        return kind(
             replay_buffer,
-            over_sample_threshold=self.over_sample_threshold,
-            enable_partial_rollout=self.enable_partial_rollout,
-            max_staleness=self.max_staleness,
-            max_token_staleness=self.max_token_staleness,
+            **{name: getattr(self, name) for name in names},
             sync_weights_interval=sync_weights_interval,
-            tail_batch_trigger_size=self.tail_batch_trigger_size,
-            tail_after=self.tail_after,
-            max_tries=self.max_tries,
             reward_fn=reward_fn,
             group_reward_fn=group_reward_fn,
             is_valid_sample_fn=filters,
             should_continue_fn=should_continue_fn,
-            timeouts=self.timeouts,
-            budgets=self.budgets,
             progress=progress,
         )
 
 
 _FILTERS: dict[str, Filter] = {"reject_zero_std": reject_zero_std, "reject_truncated": reject_truncated}
-_AHEAD = (
-    "over_sample_threshold",
-    "enable_partial_rollout",
-    "max_staleness",
-    "max_token_staleness",
-    "tail_batch_trigger_size",
-    "tail_after",
-)
-
-
-def _index(name: str) -> int:
-    return StrategyConfig.__struct_fields__.index(name)
 
 
 class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -319,9 +280,9 @@ class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
         for name in names:
             if names.count(name) > 1:
                 raise InvalidConfig(f"two tasks are named {name!r}; expected distinct names")
-        # Each strategy was checked alone; now with this interval.
+        # Each strategy was checked alone; now it is checked with this interval.
         for task in self._task_configs:
-            task.strategy.build(ReplayBuffer(), sync_weights_interval=self.sync_weights_interval)
+            task.strategy.limits(self.sync_weights_interval)
         check_weights({task.name: task.weight for task in self._task_configs})
 
     @property

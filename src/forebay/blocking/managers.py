@@ -19,9 +19,9 @@ from forebay.blocking.buffer import Lease
 from forebay.blocking.facade import LoopOwner, blocking, result_of
 from forebay.blocking.thread import LoopThread
 from forebay.buffer.buffer import ReplayBuffer
+from forebay.core.aio import ignore_exception
 from forebay.errors import InvalidInput
 from forebay.manager.base import Manager
-from forebay.produce.inflight import look_at
 
 __all__ = ["AgentLoopManager", "Batch", "BatchRequest", "DisaggregatedAgentLoopManager"]
 
@@ -193,7 +193,7 @@ class DisaggregatedAgentLoopManager(_Manager[native.DisaggregatedAgentLoopManage
 
     async def _start(self, batch_size: int) -> asyncio.Task[None]:
         producer = asyncio.create_task(self.native.produce_loop(batch_size), name="produce_loop")
-        producer.add_done_callback(look_at)
+        producer.add_done_callback(ignore_exception)
         try:
             await asyncio.sleep(0)  # its first step, which checks its arguments
         except asyncio.CancelledError:

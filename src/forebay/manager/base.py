@@ -170,7 +170,7 @@ class Manager:
         if limit is None or not active:
             return None
         most = {
-            name: groups + over_issue(self.tasks[name].strategy.over_sample_threshold, groups)
+            name: groups + over_issue(self.tasks[name].strategy.settings.over_sample_threshold, groups)
             for name, groups in active.items()
         }
         if len(active) > 1 and sum(most.values()) > limit:

@@ -21,7 +21,7 @@ from forebay.core.validate import whole_number
 from forebay.errors import InvalidDataset, InvalidInput
 from forebay.produce.inflight import Steps, Works
 from forebay.produce.judge import GroupReward, Judge, SampleReward
-from forebay.produce.plan import Budgets, Timeouts, checked_timeouts
+from forebay.produce.plan import StrategySettings, Timeouts
 from forebay.produce.stats import Outcome, Progress, default_progress
 from forebay.prompts.sampler import Sampler
 from forebay.prompts.sources import MapSource
@@ -90,16 +90,8 @@ async def evaluate(
     buffer = ReplayBuffer()
     drawing = sampler.with_buffer(buffer)
     judge = Judge(reward_fn=reward_fn, group_reward_fn=group_reward_fn, concurrency=reward_concurrency)
-    works = Works(
-        name,
-        buffer,
-        judge,
-        checked_timeouts(timeouts),
-        partial=False,
-        max_tries=whole_number("max_tries", max_tries, least=1),
-        tail_after=2**62,
-        budgets=Budgets(),
-    )
+    timeouts = Timeouts() if timeouts is None else timeouts
+    works = Works(name, buffer, judge, StrategySettings(max_tries=max_tries, timeouts=timeouts, tail_after=2**62))
     started: set[int] = set()
     ended: dict[int, list[RolloutState]] = {}
     steps = Steps(model_step + 1, model_step)

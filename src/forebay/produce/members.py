@@ -39,12 +39,13 @@ __all__ = [
     "MOST_LOGPROB",
     "check_contents",
     "collect",
+    "fail_judging",
     "is_answered",
-    "leave_unjudged",
     "new_rewards",
     "new_tokens",
     "prepare",
     "refused_members",
+    "set_aside",
     "settle_tries",
     "untrusted_responses",
 ]
@@ -55,9 +56,24 @@ def is_answered(state: RolloutState) -> bool:
     return state.status is Status.COMPLETED or (state.status is Status.ABORTED and state.unjudged)
 
 
-def leave_unjudged(state: RolloutState) -> None:
-    """Keep an answered sample for judging on its retry: it is drawn again as ABORTED, and not generated again."""
-    state.status, state.unjudged = Status.ABORTED, True
+def set_aside(members: Sequence[RolloutState]) -> None:
+    """Keep answered members for judging on their retry: they are drawn again as ABORTED, and not generated again."""
+    for state in members:
+        if is_answered(state):
+            state.status, state.unjudged = Status.ABORTED, True
+
+
+def fail_judging(members: Sequence[RolloutState], error: str, max_tries: int, *, rewarded: bool) -> str:
+    """Judging was given up: members that are not judged spend a try and wait for a retry. Returns the error.
+
+    `rewarded`: all members have their rewards, and a later step failed.
+    """
+    for state in members:
+        if is_answered(state) and (rewarded or state.reward is None):
+            state.num_tries += 1
+            state.status = Status.FAILED if state.num_tries >= max_tries else Status.ABORTED
+            state.unjudged, state.error_msg = True, error
+    return error
 
 
 def untrusted_responses(group: Sequence[RolloutState]) -> int:

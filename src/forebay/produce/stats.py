@@ -23,10 +23,12 @@ from forebay.errors import DamagedData
 
 __all__ = [
     "COUNTERS",
+    "STAGES",
     "Figures",
     "NoProgress",
     "Outcome",
     "Progress",
+    "Stage",
     "TerminalProgress",
     "bar",
     "default_progress",
@@ -38,6 +40,19 @@ log = logging.getLogger(__name__)
 _TIMES_KEPT = 4096
 _REWARDS_KEPT = 1024
 _VERDICTS_KEPT = 256
+
+
+STAGES = ("resting", "generating", "judging", "storing")
+
+
+class Stage(msgspec.Struct):
+    """The stage of a group in flight, and since when on the clock of the event loop."""
+
+    group_id: int
+    attempt: int
+    name: str  # one of STAGES
+    since: float
+    note: str = ""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
