@@ -11,10 +11,8 @@ import asyncio
 import enum
 import logging
 import os
-from collections.abc import Sequence
 from functools import partial
 
-from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.lease import Lease, LeaseAttempt
 from forebay.core.aio import Deadline, see_through
 from forebay.core.ledger import Clock, LedgerLine
@@ -22,7 +20,6 @@ from forebay.core.validate import whole_number
 from forebay.errors import BufferClosed, InvalidInput, ProducerStopped, WaitTimeout
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
-from forebay.manager.task import Task
 
 __all__ = ["DisaggregatedAgentLoopManager", "ProducerState"]
 
@@ -48,21 +45,10 @@ class DisaggregatedAgentLoopManager(Manager):
     await manager.continue_produce(model_step=train_step)
     """
 
-    def __init__(
-        self,
-        tasks: Sequence[Task] | Task,
-        replay_buffer: ReplayBuffer,
-        *,
-        sync_weights_interval: int = 1,
-        storage_retry_s: float = 60.0,
-    ) -> None:
-        super().__init__(
-            tasks, replay_buffer, sync_weights_interval=sync_weights_interval, storage_retry_s=storage_retry_s
-        )
-        self.producer_state = ProducerState.RUNNING
-        self._loop_running: asyncio.Future[None] | None = None
-        self._batch_size: int | None = None  # of the producer
-        self._failure: BaseException | None = None
+    producer_state = ProducerState.RUNNING
+    _loop_running: asyncio.Future[None] | None = None
+    _batch_size: int | None = None  # of the producer
+    _failure: BaseException | None = None
 
     # --- the producer ---------------------------------------------------------------------------------
 

@@ -39,16 +39,16 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         check_sampler(self.sampler)
 
 
-def check_tasks(tasks: Sequence[Task], replay_buffer: ReplayBuffer, sync_weights_interval: int) -> dict[str, Task]:
-    """The tasks by name; InvalidConfig says which of them does not fit."""
-    if isinstance(tasks, Task):
-        tasks = [tasks]
+def check_tasks(
+    tasks: Sequence[Task] | Task, replay_buffer: ReplayBuffer, sync_weights_interval: int
+) -> dict[str, Task]:
+    """The tasks by name; InvalidConfig names a task that does not fit."""
     by_name: dict[str, Task] = {}
-    for task in tasks:
+    for task in [tasks] if isinstance(tasks, Task) else tasks:
         if not isinstance(task, Task):
             raise InvalidConfig(f"{task!r:.80} is no task; expected Task(name=..., sampler=..., ...)")
         if task.name in by_name:
-            raise InvalidConfig(f"two tasks are named {task.name!r}; expected names of their own")
+            raise InvalidConfig(f"two tasks are named {task.name!r}; expected distinct names")
         if task.strategy.replay_buffer is not replay_buffer:
             raise InvalidConfig(f"the strategy of task {task.name!r} was made for another buffer; expected the same")
         if task.strategy.sync_weights_interval != sync_weights_interval:

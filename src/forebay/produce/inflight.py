@@ -26,7 +26,7 @@ from forebay.buffer.internal import internals
 from forebay.core.aio import RESOLUTION_S, ignore_exception, run_user_code, see_through, uncancelled
 from forebay.core.ledger import Place, Record
 from forebay.core.rollout import RolloutState, Status, carries_response, group_status
-from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, InvalidInput, LostLease
+from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, InvalidInput, LostLease, TooManyFailures
 from forebay.produce.judge import Judge, Judged, Judging, Pause
 from forebay.produce.members import (
     collect,
@@ -38,7 +38,7 @@ from forebay.produce.members import (
     settle_tries,
     untrusted_responses,
 )
-from forebay.produce.plan import StrategySettings, Suspects, acceptance
+from forebay.produce.plan import StrategySettings, Suspects, acceptance, too_many_rejections
 from forebay.produce.stats import Figures, Outcome, Stage
 from forebay.prompts.sources import independent, mark_aborted
 
@@ -71,10 +71,10 @@ class Works:
         self.task_name = task_name
         self.figures = Figures()
         self.failures_in_a_row = 0
-        self.failing: dict[int, bool] = {}  # groups of these failures; whether they ended as failed
+        self._failing: dict[int, bool] = {}  # groups of these failures; whether they ended as failed
         self.rejections_in_a_row = 0
         self.last_error: str | None = None
-        self.overran_pause = False  # whether the last error is of an attempt that a pause had to cancel
+        self._overran_pause = False  # whether the last error is of an attempt that a pause had to cancel
         self.broken: BaseException | None = None
         self.on_end: Callable[[Outcome, Sequence[RolloutState]], None] | None = None  # of an attempt
         self.stragglers: set[int] = set()
@@ -141,6 +141,27 @@ class Works:
 
     def _keeps_rejected(self) -> bool:
         return self.exhausted and self._settings.budgets.when_exhausted == "accept"
+
+    def check(self) -> None:
+        """Raise if something broke, or too much went wrong in a row."""
+        broken, self.broken = self.broken, None
+        if broken is not None:
+            raise broken
+        if self.failures_in_a_row >= self._settings.budgets.max_consecutive_failures:
+            attempts, self.failures_in_a_row = self.failures_in_a_row, 0
+            failed, groups = sum(self._failing.values()), len(self._failing)
+            self._failing.clear()
+            advice = "let `generate` end early when the loop is `paused`, or raise pause_timeout_s"
+            advice = f" (pauses had to cancel them: {advice})" if self._overran_pause else ""
+            raise TooManyFailures(
+                f"{attempts} attempts in a row at groups of task {self.task_name!r} failed, and none was completed; "
+                f"the last error: {self.last_error}{advice}. Of these groups {failed} spent their last try and ended "
+                f"as failed, {groups - failed} are back in the buffer; fix the cause and produce again, or raise "
+                "max_consecutive_failures"
+            )
+        if self.exhausted and self._settings.budgets.when_exhausted == "raise":
+            rejections, self.rejections_in_a_row = self.rejections_in_a_row, 0
+            raise too_many_rejections(self.task_name, rejections, self.last_error)
 
     @property
     def waiting_stragglers(self) -> set[int]:
@@ -457,15 +478,15 @@ class Works:
             # A pause cancels all running groups at once, for the same reason, so they count as one failure.
             self.failures_in_a_row += not overran or self._overrun_pause != self.pause.count
             self._overrun_pause = self.pause.count if overran else self._overrun_pause
-            self.overran_pause = overran
-            self.failing[outcome.group_id] = outcome.status is Status.FAILED
+            self._overran_pause = overran
+            self._failing[outcome.group_id] = outcome.status is Status.FAILED
             self.last_error = outcome.error
         if outcome.kept is not None:
             self.rejections_in_a_row = 0 if outcome.kept else self.rejections_in_a_row + 1
             self.last_error = self.last_error if outcome.kept else outcome.error or self.last_error
         if outcome.status is Status.COMPLETED:
             self.failures_in_a_row = 0
-            self.failing.clear()
+            self._failing.clear()
         if outcome.status not in (Status.COMPLETED, Status.FAILED, Status.FILTERED, None):
             if outcome.attempt >= self._settings.tail_after:
                 self.stragglers.add(outcome.group_id)

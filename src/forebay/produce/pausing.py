@@ -14,7 +14,7 @@ from forebay.core.aio import RESOLUTION_S, see_through
 from forebay.errors import EngineError
 from forebay.produce.inflight import Works
 from forebay.produce.plan import Timeouts
-from forebay.produce.stats import Stage
+from forebay.produce.stats import STAGES, Stage
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
 
 __all__ = ["ProducedTask"]
@@ -148,3 +148,14 @@ class ProducedTask:
             )
         loops = dict.fromkeys((*works.agent_loops, *self.told))  # a paused task has no running loops
         return lines + [f"  {waits}" for loop in loops if (waits := loop.explain_wait()) is not None]
+
+    def stats(self) -> dict[str, float]:
+        """Flat figures for any logger, as `forebay/<task>/produce/...`."""
+        works, prefix = self.works, f"forebay/{self.works.task_name}/produce"
+        flat, stages = works.figures.flat(works.task_name, works.in_flight), works.stages
+        flat |= {f"{prefix}/{name}": sum(stage.name == name for stage in stages) for name in STAGES}
+        oldest = [works.age_s(stage) for stage in stages if stage.name == "generating"]
+        flat[f"{prefix}/oldest_generation_s"] = max(oldest, default=0.0)
+        if self.sampler is not None:
+            flat[f"{prefix}/dropped_responses"] += self.sampler[1].dropped_responses
+        return flat

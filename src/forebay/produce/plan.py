@@ -16,7 +16,7 @@ import msgspec
 from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.staleness import Limits, stale_threshold
 from forebay.core.validate import positive_seconds, whole_number
-from forebay.errors import InvalidConfig
+from forebay.errors import InvalidConfig, TooManyRejections
 
 __all__ = [
     "Budgets",
@@ -29,6 +29,7 @@ __all__ = [
     "make_plan",
     "over_issue",
     "to_start",
+    "too_many_rejections",
     "waiting_again",
 ]
 
@@ -88,6 +89,16 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.max_consecutive_rejections is not None:
             return self.max_consecutive_rejections
         return 20 * max(1, batch_size)
+
+
+def too_many_rejections(task_name: str, groups: int, reason: str | None, *, skip: bool = False) -> TooManyRejections:
+    """The error for a task whose groups are all filtered. `skip`: there is no other task to skip it for."""
+    found = " when_exhausted='skip' found no other task to produce instead." if skip else ""
+    advice = "add a task, or use when_exhausted='accept'" if skip else "or choose another when_exhausted"
+    return TooManyRejections(
+        f"{groups} groups of task {task_name!r} in a row were filtered, and none was kept; the last reason: {reason}."
+        f"{found} Loosen the filter, change the prompts, raise max_consecutive_rejections, {advice}"
+    )
 
 
 class StrategySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

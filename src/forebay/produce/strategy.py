@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack
 
@@ -25,14 +26,7 @@ from forebay.core.ledger import Clock, End, Place
 from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.staleness import staleness
 from forebay.core.validate import checked_task, whole_number
-from forebay.errors import (
-    EngineUnavailable,
-    InvalidConfig,
-    InvalidInput,
-    RewardUnavailable,
-    TooManyFailures,
-    TooManyRejections,
-)
+from forebay.errors import EngineUnavailable, InvalidConfig, InvalidInput, RewardUnavailable
 from forebay.produce.filters import Filter
 from forebay.produce.inflight import Steps, Works
 from forebay.produce.judge import GroupReward, Judge, SampleReward
@@ -47,18 +41,11 @@ from forebay.produce.plan import (
     to_start,
     waiting_again,
 )
-from forebay.produce.stats import STAGES, Figures, Progress, default_progress
+from forebay.produce.stats import Figures, Progress, default_progress
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 from forebay.storage.base import TaskSummary
 
-__all__ = [
-    "SYNC_ARGUMENTS",
-    "AsyncProduceStrategy",
-    "ProduceStrategy",
-    "Production",
-    "SyncProduceStrategy",
-    "too_many_rejections",
-]
+__all__ = ["SYNC_ARGUMENTS", "AsyncProduceStrategy", "Demand", "ProduceStrategy", "Production", "SyncProduceStrategy"]
 
 log = logging.getLogger(__name__)
 
@@ -80,17 +67,21 @@ class Production(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class _Call(NamedTuple):
-    """One call of `produce`."""
+class Demand(NamedTuple):
+    """Groups that a strategy is asked to produce. `steps` may advance meanwhile; `stopped()` ends it early.
 
-    task: ProducedTask
+    `spare`: how many groups more than the target and the over-issue may be in flight because filters reject some; by
+    default the number that fits into the buffer.
+    """
+
     agent_loop: AgentLoop
-    sampler: SamplerWithReplayBuffer
+    sampler: Sampler | SamplerWithReplayBuffer
     batch_size: int
+    task_name: str
     steps: Steps
-    target: int | None
-    stopped: Callable[[], bool]
-    spare: int | None
+    target: int | None = None
+    stopped: Callable[[], bool] = lambda: False
+    spare: int | None = None
 
 
 class ProduceStrategy:
@@ -138,7 +129,7 @@ class ProduceStrategy:
         )
         self.sync_weights_interval = sync_weights_interval
         self.limits = self.settings.limits(sync_weights_interval)
-        self.should_continue_fn = should_continue_fn
+        self.should_continue_fn = operator.lt if should_continue_fn is None else should_continue_fn
         self.progress = default_progress() if progress is None else progress
         filters = () if is_valid_sample_fn is None else is_valid_sample_fn
         self.judge = Judge(
@@ -197,27 +188,12 @@ class ProduceStrategy:
         whole_number("train_step", train_step, least=1)
         whole_number("model_step", model_step, least=0)
         self.refuse_too_old(agent_loop, model_step, train_step, task_name)
-        return await self.produce(
-            agent_loop, sampler, batch_size, task_name, steps=Steps(train_step, model_step), target=target
-        )
+        steps = Steps(train_step, model_step)
+        return await self.produce(Demand(agent_loop, sampler, batch_size, task_name, steps, target))
 
-    async def produce(
-        self,
-        agent_loop: AgentLoop,
-        sampler: Sampler | SamplerWithReplayBuffer,
-        batch_size: int,
-        task_name: str,
-        *,
-        steps: Steps,
-        target: int | None = None,
-        stopped: Callable[[], bool] = lambda: False,
-        spare: int | None = None,
-    ) -> Production:
-        """As `produce_batch`, with clocks that may advance meanwhile: for managers. It ends early when `stopped()`.
-
-        `spare`: how many groups more than the target and the over-issue may be in flight because filters reject some;
-        by default the number that fits into the buffer.
-        """
+    async def produce(self, demand: Demand) -> Production:
+        """As `produce_batch`, for managers."""
+        agent_loop, sampler, batch_size, task_name = demand[:4]
         if not isinstance(agent_loop, AgentLoop):
             raise InvalidInput(f"agent_loop is {agent_loop!r:.80}; expected an AgentLoop")
         checked_task(task_name)
@@ -230,15 +206,16 @@ class ProduceStrategy:
         task = self._task(task_name)
         if task.producing:
             raise InvalidInput(f"task {task_name!r} is being produced already; one call at a time")
-        bound = self._bound(task, sampler)
+        self._bind(task, sampler)
         task.producing = True
         try:
             while task.pausing:
                 await asyncio.wait(tuple(task.pausing))
             task.works.batch_size = max(1, batch_size)
-            if spare is None and limit is not None:
-                spare = limit - batch_size - over_issue(self.settings.over_sample_threshold, batch_size)
-            return await self._produce(_Call(task, agent_loop, bound, batch_size, steps, target, stopped, spare))
+            if demand.spare is None and limit is not None:
+                over = over_issue(self.settings.over_sample_threshold, batch_size)
+                demand = demand._replace(spare=limit - batch_size - over)
+            return await self._produce(task, demand)
         except BaseException as error:
             await task.stop()
             task.works.broken = None  # of the groups that were stopped: the first error is the one to raise
@@ -250,9 +227,9 @@ class ProduceStrategy:
         finally:
             task.producing = False
 
-    async def _produce(self, call: _Call) -> Production:
+    async def _produce(self, task: ProducedTask, demand: Demand) -> Production:
         loop = asyncio.get_running_loop()
-        task, agent_loop, steps, stopped = call.task, call.agent_loop, call.steps, call.stopped
+        agent_loop, steps, stopped = demand.agent_loop, demand.steps, demand.stopped
         began, works, task_name = loop.time(), task.works, task.works.task_name
         pauses = works.pause.count
         await works.bring_back()
@@ -266,21 +243,21 @@ class ProduceStrategy:
             await task.resume(agent_loop)
         if works.pause.count == pauses and not stopped():  # else a pause began meanwhile, and this call ends at once
             works.pause.on = False
-        plan = await self._plan(task, call.batch_size, summary)
+        plan = await self._plan(task, demand.batch_size, summary)
         agent_loop.outage.on_change = self._internals.nudge
         started = 0
 
         async def step() -> Production | None:
             nonlocal started
             while True:
-                self._check(works)
+                works.check()
                 skip = works.exhausted and self.settings.budgets.when_exhausted == "skip"
                 flying = works.relied_on  # read first: a group that returns meanwhile would be in neither count
                 summary = await self._summary(task)
                 # Computed each time: leased groups may return to the buffer before the batch is complete.
-                goal = summary.taken + call.batch_size if call.target is None else call.target
+                goal = summary.taken + demand.batch_size if demand.target is None else demand.target
                 available = summary.produced
-                enough = not self._should_continue(available, goal)
+                enough = not self.should_continue_fn(available, goal)
                 self.progress.update(task_name, available, goal, works.in_flight, works.figures)
                 if enough or skip or works.pause.on or agent_loop.paused or stopped():  # another task may have paused
                     return Production(
@@ -300,24 +277,24 @@ class ProduceStrategy:
                     budget=plan.budget,
                     in_flight=flying,
                     accepted=works.accepted,
-                    spare=call.spare,
+                    spare=demand.spare,
                 )
                 if missing <= 0 and not agent_loop.outage.take_probe():
                     return None
                 missing = max(1, missing)
-                begun = await self._start_again(call, missing, plan.statuses, summary)
-                begun = begun or await self._start(call, missing, ())
+                begun = await self._start_again(task, demand, missing, plan.statuses, summary)
+                begun = begun or await self._start(task, demand, missing, ())
                 if not begun and not len(works):
                     # Groups that wait for a tail must not keep the buffer full forever.
-                    begun = await self._start_again(call, missing, DRAWABLE, summary)
+                    begun = await self._start_again(task, demand, missing, DRAWABLE, summary)
                 if not begun:
                     return None  # the buffer is full: wait for a change
                 started += begun
 
-        if call.target is None:
-            what = f"task {task_name!r} to have {call.batch_size} completed groups in the buffer"
+        if demand.target is None:
+            what = f"task {task_name!r} to have {demand.batch_size} completed groups in the buffer"
         else:
-            what = f"task {task_name!r} to have {call.target} groups completed, leased or trained"
+            what = f"task {task_name!r} to have {demand.target} groups completed, leased or trained"
         production = await self._internals.until(step, what, (task_name,))
         if production.exhausted:
             works.rejections_in_a_row = 0  # the next call tries again
@@ -353,22 +330,20 @@ class ProduceStrategy:
         task.works.figures.discarded = discarded - task.discarded
         return summary
 
-    async def _start_again(self, call: _Call, missing: int, again: Sequence[Status], summary: TaskSummary) -> int:
+    async def _start_again(
+        self, task: ProducedTask, demand: Demand, missing: int, again: Sequence[Status], summary: TaskSummary
+    ) -> int:
         """Start up to `missing` groups of these statuses, stragglers first, if the buffer has any; how many."""
-        statuses = DRAWABLE if self._first(call.task.works) else again
+        statuses = DRAWABLE if self._first(task.works) else again
         if not summary.due and not any(summary.statuses.get(status, 0) for status in statuses):
             return 0
-        return await self._start(call, missing, again)
+        return await self._start(task, demand, missing, again)
 
-    async def _start(self, call: _Call, missing: int, again: Sequence[Status]) -> int:
-        """Draw up to `missing` groups, of these statuses or new ones, and start them; how many.
-
-        A pause finds a draw in progress, and waits for it.
-        """
-        task = call.task
+    async def _start(self, task: ProducedTask, demand: Demand, missing: int, again: Sequence[Status]) -> int:
+        """Draw up to `missing` groups, of these statuses or new ones, and start them; how many. Pauses wait for it."""
         if task.works.pause.on:
             return 0
-        task.drawing = asyncio.ensure_future(self._draw(call, missing, again))
+        task.drawing = asyncio.ensure_future(self._draw(task, demand, missing, again))
         task.drawing_since = asyncio.get_running_loop().time()
         try:
             drawing, _, cancelled = await run_user_code(task.drawing)
@@ -378,8 +353,9 @@ class ProduceStrategy:
             raise cancelled
         return 0 if drawing.cancelled() else drawing.result()  # a pause, or the end, does not wait for a data set
 
-    async def _draw(self, call: _Call, missing: int, again: Sequence[Status]) -> int:
-        works, sampler = call.task.works, call.sampler
+    async def _draw(self, task: ProducedTask, demand: Demand, missing: int, again: Sequence[Status]) -> int:
+        assert task.sampler is not None
+        works, (_, sampler) = task.works, task.sampler
         if again:
             groups = await sampler.draw_again(missing, works.task_name, again, own=False, first=self._first(works))
         else:
@@ -387,9 +363,9 @@ class ProduceStrategy:
         if works.pause.on:
             await works.give_back(groups)
             return 0
-        call.task.used[call.agent_loop] = None
+        task.used[demand.agent_loop] = None
         for group in groups:
-            works.start(group, call.agent_loop, call.steps)
+            works.start(group, demand.agent_loop, demand.steps)
         return len(groups)
 
     def _first(self, works: Works) -> Collection[int]:
@@ -425,37 +401,6 @@ class ProduceStrategy:
             there = await self.replay_buffer.query(query | {"group_id": {"$in": some}})
             works.stragglers -= {*some} - {record.group_id for record in there if record.status in DRAWABLE}
 
-    def _should_continue(self, available: int, target: int) -> bool:
-        if self.should_continue_fn is not None:
-            return bool(self.should_continue_fn(available, target))
-        return available < target
-
-    def _check(self, works: Works) -> None:
-        """Raise if something broke, or too much went wrong in a row."""
-        broken, works.broken = works.broken, None
-        if broken is not None:
-            raise broken
-        if works.failures_in_a_row >= self.settings.budgets.max_consecutive_failures:
-            attempts, works.failures_in_a_row = works.failures_in_a_row, 0
-            failed = sum(works.failing.values())
-            back = len(works.failing) - failed
-            works.failing.clear()
-            advice = (
-                " (pauses had to cancel them: let `generate` end early when the loop is `paused`, or raise "
-                "pause_timeout_s)"
-                if works.overran_pause
-                else ""
-            )
-            raise TooManyFailures(
-                f"{attempts} attempts in a row at groups of task {works.task_name!r} failed, and none was completed; "
-                f"the last error: {works.last_error}{advice}. Of these groups {failed} spent their last try and ended "
-                f"as failed, {back} are back in the buffer; fix the cause and produce again, or raise "
-                "max_consecutive_failures"
-            )
-        if works.exhausted and self.settings.budgets.when_exhausted == "raise":
-            rejections, works.rejections_in_a_row = works.rejections_in_a_row, 0
-            raise too_many_rejections(works.task_name, rejections, works.last_error)
-
     # --- pausing --------------------------------------------------------------------------------------
 
     async def pause(self, task_name: str | None = None) -> float:
@@ -487,8 +432,7 @@ class ProduceStrategy:
 
     def in_flight(self, task_name: str) -> int:
         """The number of groups in flight."""
-        task = self._tasks.get(task_name)
-        return 0 if task is None else task.works.in_flight
+        return self._task(task_name).works.in_flight
 
     def last_error(self, task_name: str) -> str | None:
         """The error of the last attempt that failed or was filtered."""
@@ -496,10 +440,7 @@ class ProduceStrategy:
 
     def explain(self, task_name: str) -> list[str]:
         """The stages of the groups in flight, and what they wait for, as lines for people."""
-        task = self._tasks.get(task_name)
-        if task is None:
-            return []
-        return task.explain() + [f"  {line}" for line in full_pools((DATA, self.judge.pool))]
+        return self._task(task_name).explain() + [f"  {line}" for line in full_pools((DATA, self.judge.pool))]
 
     def figures(self, task_name: str) -> Figures:
         """Counts since this strategy was made; reading them resets nothing."""
@@ -508,15 +449,8 @@ class ProduceStrategy:
     def stats(self) -> dict[str, float]:
         """Flat figures for any logger, as `forebay/<task>/produce/...`."""
         flat: dict[str, float] = {}
-        for task_name, task in self._tasks.items():
-            works, prefix = task.works, f"forebay/{task_name}/produce"
-            flat |= works.figures.flat(task_name, works.in_flight)
-            stages = works.stages
-            flat |= {f"{prefix}/{name}": sum(stage.name == name for stage in stages) for name in STAGES}
-            oldest = [works.age_s(stage) for stage in stages if stage.name == "generating"]
-            flat[f"{prefix}/oldest_generation_s"] = max(oldest, default=0.0)
-            if task.sampler is not None:
-                flat[f"{prefix}/dropped_responses"] += task.sampler[1].dropped_responses
+        for task in self._tasks.values():
+            flat |= task.stats()
         return flat
 
     # --- parts ----------------------------------------------------------------------------------------
@@ -528,30 +462,16 @@ class ProduceStrategy:
             task = self._tasks[task_name] = ProducedTask(works, self.settings.timeouts)
         return task
 
-    def _bound(self, task: ProducedTask, sampler: Sampler | SamplerWithReplayBuffer) -> SamplerWithReplayBuffer:
+    def _bind(self, task: ProducedTask, sampler: Sampler | SamplerWithReplayBuffer) -> None:
         if task.sampler is not None and task.sampler[0] is sampler:
-            return task.sampler[1]
+            return
         check_sampler(sampler)
-        if isinstance(sampler, Sampler):
-            bound = sampler.with_buffer(self.replay_buffer)
-        elif isinstance(sampler, SamplerWithReplayBuffer):
-            bound = sampler
-            if bound.replay_buffer is not self.replay_buffer:
-                raise InvalidConfig("the sampler draws through another buffer than this strategy's; expected the same")
-        else:
+        bound = sampler.with_buffer(self.replay_buffer) if isinstance(sampler, Sampler) else sampler
+        if not isinstance(bound, SamplerWithReplayBuffer):
             raise InvalidInput(f"sampler is {sampler!r:.80}; expected a Sampler or a SamplerWithReplayBuffer")
+        if bound.replay_buffer is not self.replay_buffer:
+            raise InvalidConfig("the sampler draws through another buffer than this strategy's; expected the same")
         task.sampler = (sampler, bound)
-        return bound
-
-
-def too_many_rejections(task_name: str, groups: int, reason: str | None, *, skip: bool = False) -> TooManyRejections:
-    """The error for a task whose groups are all filtered. `skip`: there is no other task to skip it for."""
-    found = " when_exhausted='skip' found no other task to produce instead." if skip else ""
-    advice = "add a task, or use when_exhausted='accept'" if skip else "or choose another when_exhausted"
-    return TooManyRejections(
-        f"{groups} groups of task {task_name!r} in a row were filtered, and none was kept; the last reason: {reason}."
-        f"{found} Loosen the filter, change the prompts, raise max_consecutive_rejections, {advice}"
-    )
 
 
 class _SyncArguments(TypedDict, total=False):
