@@ -34,7 +34,7 @@ from forebay.core.policy import (
 from forebay.core.validate import checked_task, whole_number
 from forebay.errors import InvalidConfig, InvalidInput
 from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Task
-from forebay.manager.allocation import check_weights
+from forebay.manager.schedule import check_weights
 from forebay.produce import (
     AsyncProduceStrategy,
     ProduceStrategy,

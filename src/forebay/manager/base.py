@@ -11,7 +11,10 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import msgspec
 
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.internal import internals
@@ -49,6 +52,22 @@ T = TypeVar("T")
 _MAX_STORAGE_DELAY_S = 5.0
 
 log = logging.getLogger(__name__)
+
+
+class _SavedFigures(msgspec.Struct):
+    """Counters of a task: until the checkpoint, until the last batch before it, and the last verdicts of filters."""
+
+    now: dict[str, float] = {}
+    seen: dict[str, float] = {}
+    verdicts: list[bool] = []
+
+
+class _Saved(msgspec.Struct):
+    """The state of a manager in a checkpoint."""
+
+    progress: Any = None
+    agent_loops: dict[str, Any] = {}
+    figures: dict[str, _SavedFigures] = {}
 
 
 class Manager:
@@ -245,8 +264,8 @@ class Manager:
         self._leases = [held for held in (*self._leases, lease) if held is not None and held.open]
         times: list[float] = []
         try:
-            statuses = (*DRAWABLE, Status.COMPLETED)
-            counts = await self._patiently(lambda: self.replay_buffer.count_statuses(list(self.tasks), statuses))
+            count = partial(self.replay_buffer.count_statuses, list(self.tasks), (*DRAWABLE, Status.COMPLETED))
+            counts = await self._patiently(count)
         except BaseException as error:
             if lease is not None:
                 await lease.settle_on_exit(error)
@@ -312,10 +331,8 @@ class Manager:
         if self._met_store:
             return
         step = await self._store_step()
-        if step > train_step and (
-            any(self._is_too_old(task, model_step, step) for task in self.tasks.values())
-            or not await self._others_hold()
-        ):
+        too_old = any(self._is_too_old(task, model_step, step) for task in self.tasks.values())
+        if step > train_step and (too_old or not await self._others_hold()):
             raise StoreAhead(
                 f"train step {train_step} with weights of step {model_step} was asked for, but this store has handed "
                 f"out batches up to train step {step}; nothing was changed. Resume from a checkpoint, which sets the "
@@ -345,14 +362,8 @@ class Manager:
         """
         whole_number("model_step", model_step, least=0)
         self._refuse_to_skip(model_step)
-
-        def extra() -> dict[str, Any]:
-            return {"manager": self._saved_state(model_step)}
-
-        prompts_only = no_save_replay_buffer
-        await self._patiently(
-            lambda: self._internals.save(path, model_step=model_step, prompts_only=prompts_only, extra=extra)
-        )
+        save = partial(self._internals.save, path, model_step=model_step, prompts_only=no_save_replay_buffer)
+        await self._patiently(lambda: save(extra=lambda: {"manager": self._saved_state(model_step)}))
 
     def _refuse_to_skip(self, model_step: int) -> None:
         acknowledged = self.progress.next_consumer_step - 1
@@ -364,20 +375,14 @@ class Manager:
 
     def _saved_state(self, model_step: int) -> dict[str, Any]:
         self._refuse_to_skip(model_step)  # training continues while the files are prepared
-        loops = {}
+        loops, figures = {}, {}
         for name, task in self.tasks.items():
-            state_dict = getattr(task.agent_loop, "state_dict", None)
-            if callable(state_dict):
+            if callable(state_dict := getattr(task.agent_loop, "state_dict", None)):
                 loops[name] = state_dict()
-        figures = {
-            name: {
-                "now": task.strategy.figures(name).counters(),
-                "seen": self._seen.get(name, Figures()).counters(),
-                "verdicts": [*task.strategy.figures(name).verdicts],
-            }
-            for name, task in self.tasks.items()
-        }
-        return {"progress": self.progress.state(model_step), "agent_loops": loops, "figures": figures}
+            now, seen = task.strategy.figures(name), self._seen.get(name, Figures())
+            figures[name] = _SavedFigures(now.counters(), seen.counters(), [*now.verdicts])
+        saved: dict[str, Any] = msgspec.to_builtins(_Saved(self.progress.state(model_step), {}, figures))
+        return saved | {"agent_loops": loops}
 
     async def resume(self, path: str | os.PathLike[str]) -> int:
         """Continue from a checkpoint; returns the model step of the weights that belong to it.
@@ -386,17 +391,22 @@ class Manager:
         aside in the buffer. ChangedDataset if a task has another data set than when it was saved (see `Sampler`).
         """
         self._check_open()
-        saved = await in_thread(lambda: _manifest_of(path))  # checked before anything is changed
-        self._read_saved(saved, path)
-        await self._compare_data(saved)
+        before = await in_thread(lambda: _manifest_of(path))  # checked before anything is changed
+        self._read_saved(before, path)
+        await self._compare_data(before)
         manifest = await self._internals.resume(path)
-        model_step, progress, loops = self._read_saved(manifest, path)
-        gone = self.progress.load_state(progress)
-        for name, state in loops.items():
-            load = getattr(self.tasks[name].agent_loop, "load_state_dict", None) if name in self.tasks else None
-            if callable(load):
-                load(state)
-        self._load_figures(manifest)
+        model_step, saved = self._read_saved(manifest, path)
+        gone = self.progress.load_state(saved.progress)
+        for name, task in self.tasks.items():
+            load = getattr(task.agent_loop, "load_state_dict", None)
+            if name in saved.agent_loops and callable(load):
+                load(saved.agent_loops[name])
+            if name in saved.figures:  # the counters continue, also those that no batch has reported
+                figures = task.strategy.figures(name)
+                figures.load(saved.figures[name].now)
+                figures.verdicts.extend(saved.figures[name].verdicts)
+                self._seen[name] = Figures()
+                self._seen[name].load(saved.figures[name].seen)
         if not manifest.replay_buffer_saved:
             self.progress.forget_planned()
         gone |= set(manifest.accounts) - self.tasks.keys()
@@ -411,17 +421,6 @@ class Manager:
         log.info("manager_resumed path=%s model_step=%d next_step=%d", path, model_step, self.steps.train_step)
         return model_step
 
-    def _load_figures(self, manifest: Manifest) -> None:
-        """Let the counters of tasks continue, also those that no batch has reported."""
-        saved = manifest.extra.get("manager")
-        for name, counters in (saved.get("figures", {}) if isinstance(saved, dict) else {}).items():
-            if name in self.tasks and isinstance(counters, dict):
-                figures = self.tasks[name].strategy.figures(name)
-                figures.load(counters.get("now", {}))
-                figures.verdicts.extend(bool(verdict) for verdict in counters.get("verdicts", ()))
-                self._seen[name] = Figures()
-                self._seen[name].load(counters.get("seen", {}))
-
     async def _compare_data(self, manifest: Manifest) -> None:
         """ChangedDataset if a task has another data set than when it was saved."""
         from forebay.codec.records import decode_account  # imported here, as the buffer does
@@ -431,8 +430,8 @@ class Manager:
                 account = decode_account(manifest.accounts[name])
                 await task.sampler.compare_data(name, account.cursor, account.source_state)
 
-    def _read_saved(self, manifest: Manifest, path: str | os.PathLike[str]) -> tuple[int, object, dict[str, Any]]:
-        """The model step, the progress, the states of agent loops; or DamagedData."""
+    def _read_saved(self, manifest: Manifest, path: str | os.PathLike[str]) -> tuple[int, _Saved]:
+        """The model step, and the state of the manager; or DamagedData."""
         if manifest.model_step is None:
             raise DamagedData(
                 f"the checkpoint at {path} does not say which weights it goes with; it was saved by a buffer without a "
@@ -440,13 +439,13 @@ class Manager:
             )
         scratch = ProduceProgress(self.progress.weights)
         if "manager" not in manifest.extra:  # a buffer alone was saved
-            return manifest.model_step, scratch.state(manifest.model_step), {}
-        content = manifest.extra["manager"]
-        loops = content.get("agent_loops", {}) if isinstance(content, dict) else None
-        if not isinstance(loops, dict):
-            raise DamagedData(f"the state of the manager in the checkpoint at {path} is damaged: {content!r:.80}")
-        scratch.load_state(content.get("progress"))
-        return manifest.model_step, content["progress"], loops
+            return manifest.model_step, _Saved(scratch.state(manifest.model_step))
+        try:
+            saved = msgspec.convert(manifest.extra["manager"], _Saved)
+        except msgspec.ValidationError as error:
+            raise DamagedData(f"the state of the manager in the checkpoint at {path} is damaged: {error}") from None
+        scratch.load_state(saved.progress)
+        return manifest.model_step, saved
 
     # --- reporting ------------------------------------------------------------------------------------
 
@@ -459,14 +458,12 @@ class Manager:
         flat: dict[str, float] = dict(await self._patiently(self.replay_buffer.stats))
         for task in self.tasks.values():
             flat |= task.strategy.stats()
-        flat |= {
-            "forebay/manager/next_train_step": self.progress.next_consumer_step,
-            "forebay/manager/future_step": self.progress.producer_future_step,
-            "forebay/manager/model_step": self.model_step,
-        }
-        for name in self.tasks:
-            flat[f"forebay/{name}/consumed"] = self.progress.consumed[name]
-            flat[f"forebay/{name}/target"] = self.progress.target[name]
+        progress = self.progress
+        flat["forebay/manager/next_train_step"] = progress.next_consumer_step
+        flat["forebay/manager/future_step"] = progress.producer_future_step
+        flat["forebay/manager/model_step"] = self.model_step
+        for name, target in progress.target.items():
+            flat[f"forebay/{name}/consumed"], flat[f"forebay/{name}/target"] = progress.consumed[name], target
         return flat
 
     async def explain_wait(self) -> str:
@@ -496,10 +493,8 @@ class Manager:
         return max(0, summary.line()["trained"] + owed - summary.produced)
 
     def _describe(self) -> str:
-        return (
-            f"manager: next train step {self.progress.next_consumer_step}, generating with the weights of step "
-            f"{self.model_step}"
-        )
+        step = self.progress.next_consumer_step
+        return f"manager: next train step {step}, generating with the weights of step {self.model_step}"
 
     # --- the end --------------------------------------------------------------------------------------
 

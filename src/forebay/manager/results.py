@@ -80,7 +80,7 @@ class ProduceBatchResult(msgspec.Struct, kw_only=True):
         return float(sum(getattr(result, name) for result in self.task_results.values()))
 
     @property
-    def raw_rewardmean(self) -> float | None:
+    def raw_reward_mean(self) -> float | None:
         """Mean reward of everything that was judged since the batch before, filtered or not."""
         count = self.total("raw_rewards_count")
         return self.total("raw_rewards_sum") / count if count else None

@@ -10,7 +10,7 @@ from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.core.validate import checked_task
 from forebay.errors import InvalidConfig
-from forebay.manager.allocation import check_weights
+from forebay.manager.schedule import check_weights
 from forebay.produce.strategy import ProduceStrategy
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 

@@ -19,7 +19,6 @@ import msgspec
 from msgspec.structs import replace
 
 from forebay.core.rollout import Status
-from forebay.errors import DamagedData
 
 __all__ = [
     "COUNTERS",
@@ -153,11 +152,8 @@ class Figures(msgspec.Struct, kw_only=True):
     def load(self, counters: Mapping[str, float]) -> None:
         """Continue from counters of a checkpoint."""
         for name in COUNTERS:
-            value = counters.get(name, 0)
             kind = float if name.endswith("_s") or name == "reward_sum" else int
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise DamagedData(f"the counter {name!r} in a checkpoint is {value!r:.80}; expected a number")
-            setattr(self, name, kind(value))
+            setattr(self, name, kind(counters.get(name, 0)))
 
     @property
     def acceptance_rate(self) -> float | None:
