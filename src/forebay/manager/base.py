@@ -25,7 +25,6 @@ from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.validate import positive_seconds, whole_number
 from forebay.errors import (
     BufferClosed,
-    DamagedData,
     InvalidConfig,
     InvalidInput,
     NoCluster,
@@ -35,7 +34,7 @@ from forebay.errors import (
     StoreAhead,
 )
 from forebay.manager.results import ProduceBatchResult, ProduceStatus, describe_task
-from forebay.manager.schedule import ProduceProgress
+from forebay.manager.schedule import ProduceProgress, Saved, SavedFigures, read_saved
 from forebay.manager.task import Task, check_tasks
 from forebay.produce.inflight import Steps
 from forebay.produce.plan import backoff_s, over_issue, too_many_rejections
@@ -52,22 +51,6 @@ T = TypeVar("T")
 _MAX_STORAGE_DELAY_S = 5.0
 
 log = logging.getLogger(__name__)
-
-
-class _SavedFigures(msgspec.Struct):
-    """Counters of a task: until the checkpoint, until the last batch before it, and the last verdicts of filters."""
-
-    now: dict[str, float] = {}
-    seen: dict[str, float] = {}
-    verdicts: list[bool] = []
-
-
-class _Saved(msgspec.Struct):
-    """The state of a manager in a checkpoint."""
-
-    progress: Any = None
-    agent_loops: dict[str, Any] = {}
-    figures: dict[str, _SavedFigures] = {}
 
 
 class Manager:
@@ -315,8 +298,6 @@ class Manager:
         """Results are judged for the step that was asked for last, or for the next one."""
         self.steps.train_step = max(self._asked, self.progress.next_consumer_step)
 
-    # --- the clock of the storage ---------------------------------------------------------------------
-
     async def _store_step(self) -> int:
         """The latest train step that this manager's tasks were asked for, in this run or an earlier one."""
         summary = await self._internals.summary(self.tasks)
@@ -331,8 +312,15 @@ class Manager:
         if self._met_store:
             return
         step = await self._store_step()
-        too_old = any(self._is_too_old(task, model_step, step) for task in self.tasks.values())
-        if step > train_step and (too_old or not await self._others_hold()):
+        holdings = (await self._internals.summary((), holdings=True)).holdings if step > train_step else ()
+        others = any(
+            holding.owner != self.replay_buffer.owner for holding in holdings
+        )  # or dead since less than lease_s
+        too_old = any(
+            task.weight > 0 and task.strategy.is_too_old(task.agent_loop, model_step, step)
+            for task in self.tasks.values()
+        )
+        if step > train_step and (too_old or not others):
             raise StoreAhead(
                 f"train step {train_step} with weights of step {model_step} was asked for, but this store has handed "
                 f"out batches up to train step {step}; nothing was changed. Resume from a checkpoint, which sets the "
@@ -341,15 +329,6 @@ class Manager:
             )
         await self._set_clocks()
         self._met_store = True
-
-    async def _others_hold(self) -> bool:
-        """Whether other users of the storage hold groups (they may be dead since less than their `lease_s`)."""
-        holdings = (await self._internals.summary((), holdings=True)).holdings
-        return any(holding.owner != self.replay_buffer.owner for holding in holdings)
-
-    @staticmethod
-    def _is_too_old(task: Task, model_step: int, train_step: int) -> bool:
-        return task.weight > 0 and task.strategy.is_too_old(task.agent_loop, model_step, train_step)
 
     # --- checkpoints ----------------------------------------------------------------------------------
 
@@ -380,8 +359,8 @@ class Manager:
             if callable(state_dict := getattr(task.agent_loop, "state_dict", None)):
                 loops[name] = state_dict()
             now, seen = task.strategy.figures(name), self._seen.get(name, Figures())
-            figures[name] = _SavedFigures(now.counters(), seen.counters(), [*now.verdicts])
-        saved: dict[str, Any] = msgspec.to_builtins(_Saved(self.progress.state(model_step), {}, figures))
+            figures[name] = SavedFigures(now.counters(), seen.counters(), [*now.verdicts])
+        saved: dict[str, Any] = msgspec.to_builtins(Saved(self.progress.state(model_step), {}, figures))
         return saved | {"agent_loops": loops}
 
     async def resume(self, path: str | os.PathLike[str]) -> int:
@@ -390,12 +369,17 @@ class Manager:
         Nothing is generated before the weights are loaded. Tasks may have been added; the groups of removed tasks stay
         aside in the buffer. ChangedDataset if a task has another data set than when it was saved (see `Sampler`).
         """
+        from forebay.codec.records import decode_account  # imported here, as the buffer does
+
         self._check_open()
         before = await in_thread(lambda: _manifest_of(path))  # checked before anything is changed
-        self._read_saved(before, path)
-        await self._compare_data(before)
+        read_saved(before, path, self.progress.weights)
+        for name, task in self.tasks.items():
+            if name in before.accounts:
+                account = decode_account(before.accounts[name])
+                await task.sampler.compare_data(name, account.cursor, account.source_state)
         manifest = await self._internals.resume(path)
-        model_step, saved = self._read_saved(manifest, path)
+        model_step, saved = read_saved(manifest, path, self.progress.weights)
         gone = self.progress.load_state(saved.progress)
         for name, task in self.tasks.items():
             load = getattr(task.agent_loop, "load_state_dict", None)
@@ -420,32 +404,6 @@ class Manager:
         self._set_clock()
         log.info("manager_resumed path=%s model_step=%d next_step=%d", path, model_step, self.steps.train_step)
         return model_step
-
-    async def _compare_data(self, manifest: Manifest) -> None:
-        """ChangedDataset if a task has another data set than when it was saved."""
-        from forebay.codec.records import decode_account  # imported here, as the buffer does
-
-        for name, task in self.tasks.items():
-            if name in manifest.accounts:
-                account = decode_account(manifest.accounts[name])
-                await task.sampler.compare_data(name, account.cursor, account.source_state)
-
-    def _read_saved(self, manifest: Manifest, path: str | os.PathLike[str]) -> tuple[int, _Saved]:
-        """The model step, and the state of the manager; or DamagedData."""
-        if manifest.model_step is None:
-            raise DamagedData(
-                f"the checkpoint at {path} does not say which weights it goes with; it was saved by a buffer without a "
-                "model_step, and a manager cannot continue from it"
-            )
-        scratch = ProduceProgress(self.progress.weights)
-        if "manager" not in manifest.extra:  # a buffer alone was saved
-            return manifest.model_step, _Saved(scratch.state(manifest.model_step))
-        try:
-            saved = msgspec.convert(manifest.extra["manager"], _Saved)
-        except msgspec.ValidationError as error:
-            raise DamagedData(f"the state of the manager in the checkpoint at {path} is damaged: {error}") from None
-        scratch.load_state(saved.progress)
-        return manifest.model_step, saved
 
     # --- reporting ------------------------------------------------------------------------------------
 

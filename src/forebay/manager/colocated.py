@@ -88,12 +88,9 @@ class AgentLoopManager(Manager):
             self._set_clock()
             loop = asyncio.get_running_loop()
             began = loop.time()
-            while True:
-                lease = await self._patiently(lambda: self._attempt(batch_size, train_step))
-                if lease is not None:
-                    break
-                # Another process took or discarded groups meanwhile, paused us, or a task is skipped from now on:
-                # produce what is missing now.
+            # None: another process took or discarded groups meanwhile, paused us, or a task is skipped from now on.
+            while (lease := await self._patiently(lambda: self._attempt(batch_size, train_step))) is None:
+                pass
             sizes = self.progress.plan(batch_size, train_step)
             return await self._result(train_step, ProduceStatus.NORMAL, sizes, lease, loop.time() - began)
         except BaseException:
@@ -131,7 +128,7 @@ class AgentLoopManager(Manager):
             await self._refuse_store_ahead(train_step, model_step)
 
     async def resume(self, path: str | os.PathLike[str]) -> int:
-        """As for every manager; not while a batch is being produced."""
+        """See `Manager.resume`; not while a batch is being produced."""
         if self._producing:
             raise InvalidInput("a batch is being produced; resume before that, or when it has ended")
         return await super().resume(path)

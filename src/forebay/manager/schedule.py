@@ -18,17 +18,32 @@ mean was no larger than that of all k+1, which had gained at most 1 together.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Collection, Mapping
 from fractions import Fraction
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import msgspec
 
 from forebay.core.validate import whole_number
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput
 
-__all__ = ["Credits", "PlannedStep", "ProduceProgress", "allocate", "check_weights", "load_credits", "save_credits"]
+if TYPE_CHECKING:
+    from forebay.checkpoint.format import Manifest
+
+__all__ = [
+    "Credits",
+    "PlannedStep",
+    "ProduceProgress",
+    "Saved",
+    "SavedFigures",
+    "allocate",
+    "check_weights",
+    "load_credits",
+    "read_saved",
+    "save_credits",
+]
 
 Credits: TypeAlias = "Mapping[str, Fraction]"
 
@@ -273,3 +288,37 @@ class ProduceProgress:
             self.forget_planned()  # other tasks: another mix
         self.credits = {name: credit for name, credit in self.credits.items() if name in self.weights}
         return gone
+
+
+class SavedFigures(msgspec.Struct):
+    """Counters of a task: until the checkpoint, until the last batch before it, and the last verdicts of filters."""
+
+    now: dict[str, float] = {}
+    seen: dict[str, float] = {}
+    verdicts: list[bool] = []
+
+
+class Saved(msgspec.Struct):
+    """The state of a manager in a checkpoint."""
+
+    progress: Any = None
+    agent_loops: dict[str, Any] = {}
+    figures: dict[str, SavedFigures] = {}
+
+
+def read_saved(manifest: Manifest, path: str | os.PathLike[str], weights: Mapping[str, float]) -> tuple[int, Saved]:
+    """The model step of a checkpoint, and the state of its manager; DamagedData if they cannot be read."""
+    if manifest.model_step is None:
+        raise DamagedData(
+            f"the checkpoint at {path} does not say which weights it goes with; it was saved by a buffer without a "
+            "model_step, and a manager cannot continue from it"
+        )
+    scratch = ProduceProgress(weights)
+    if "manager" not in manifest.extra:  # a buffer alone was saved
+        return manifest.model_step, Saved(scratch.state(manifest.model_step))
+    try:
+        saved = msgspec.convert(manifest.extra["manager"], Saved)
+    except msgspec.ValidationError as error:
+        raise DamagedData(f"the state of the manager in the checkpoint at {path} is damaged: {error}") from None
+    scratch.load_state(saved.progress)
+    return manifest.model_step, saved

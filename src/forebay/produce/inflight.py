@@ -30,12 +30,14 @@ from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, Inva
 from forebay.produce.judge import Judge, Judged, Judging, Pause
 from forebay.produce.members import (
     collect,
+    complete_rollouts,
     new_rewards,
     new_tokens,
     prepare,
     refused_members,
     set_aside,
     settle_tries,
+    stopped_members,
     untrusted_responses,
 )
 from forebay.produce.plan import StrategySettings, Suspects, acceptance, too_many_rejections
@@ -270,7 +272,7 @@ class Works:
         try:
             rested, cancelled = await self._rest(stage)
             if not rested:
-                members, error = self._what_there_is(issued, working), None
+                members, error = stopped_members(issued, working, partial=self._partial), None
             else:
                 stage.name, stage.since = "generating", clock()
                 members, error, cancelled = await self._generate(issued, working, agent_loop, steps)
@@ -355,6 +357,7 @@ class Works:
             cancel_timeout_s=self._settings.timeouts.cancel_timeout_s,
         )
         now = asyncio.get_running_loop().time()
+        partial = self._partial or agent_loop.outage.away  # the same weights continue what an outage interrupted
         returned: object = working
         if not generating.done():
             # It may continue to change them, and must not change what is stored.
@@ -364,11 +367,11 @@ class Works:
         raised = None if not generating.done() or generating.cancelled() else generating.exception()
         if isinstance(raised, EngineUnavailable):
             self.broken = self.broken or raised  # the strategy raises it; the group lost nothing but time
-            return self._what_there_is(issued, working, keep=True), None, cancelled
+            return stopped_members(issued, working, partial=True), None, cancelled
         cut = None
         if cancelled is not None or (in_time and generating.cancelled() and (self.pause.on or agent_loop.paused)):
             if self.pause.overdue is None or cancelled is None:
-                return self._what_there_is(issued, returned, keep=agent_loop.outage.away), None, cancelled
+                return stopped_members(issued, returned, partial=partial), None, cancelled
             cut = f"did not end within {self.pause.overdue} of a pause"
         elif not in_time:
             cut = f"not generated within member_timeout_s={self._settings.timeouts.member_timeout_s:g}"
@@ -376,7 +379,7 @@ class Works:
             if cancelled is not None:
                 self._overran.add(group_id)
             self._suspects.cut_short(group_id, now)
-            members = self._what_there_is(issued, returned)
+            members = stopped_members(issued, returned, partial=self._partial)
             return members, settle_tries(members, issued, self._max_tries, aborted=cut), cancelled
         missing = None
         if generating.cancelled():
@@ -385,8 +388,7 @@ class Works:
             log.warning("agent_loop_raised task=%s group=%s", self.task_name, group_id, exc_info=raised)
             missing = f"the agent loop raised {type(raised).__name__}: {raised}"
         if missing is not None:
-            returned = self._finished(returned)
-        partial = self._partial or agent_loop.outage.away
+            returned = complete_rollouts(returned)
         latest = None if agent_loop.takes_weights_while_running else steps.model_step
         members = collect(issued, returned, partial=partial, missing=missing, model_step=latest)
         asked = pauses != (self.pause.count, agent_loop.pauses) or self.pause.on or agent_loop.paused
@@ -420,28 +422,6 @@ class Works:
         # A separate coroutine, so that a `generate_group` that is no coroutine function fails like any other.
         continues = any(state.status is not Status.COMPLETED and carries_response(state) for state in working)
         return await agent_loop.generate_group(working, enable_partial_rollout=self._partial or continues)
-
-    def _finished(self, returned: object) -> list[RolloutState]:
-        """The samples of complete rollouts. A rollout is incomplete if one of its segments is."""
-        given = returned if isinstance(returned, (list, tuple)) else ()
-        states = [state for state in given if isinstance(state, RolloutState)]
-        incomplete = [state.rollout_id for state in states if state.status != Status.COMPLETED]
-        return [state for state in states if state.rollout_id not in incomplete]
-
-    def _what_there_is(
-        self, issued: Sequence[RolloutState], returned: object, *, keep: bool = False
-    ) -> list[RolloutState]:
-        """The members of a group that was stopped: those with an answer keep it, partial ones if they can continue.
-
-        `keep`: partial ones keep their tokens also without partial rollout; the same weights continue them.
-        """
-        for state in returned if isinstance(returned, (list, tuple)) else ():
-            if isinstance(state, RolloutState) and state.status == Status.INIT:
-                state.status = Status.ABORTED
-        partial = self._partial or keep
-        members = collect(issued, returned, partial=partial, missing="stopped", stopped=True)
-        settle_tries(members, issued, self._max_tries + 1, spend=False)
-        return members
 
     async def _store(self, back: _Return) -> None:
         """Put a group, without members that cannot be stored; it is counted in the turn in which it is put."""

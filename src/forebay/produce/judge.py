@@ -431,13 +431,13 @@ class Judging:
 def _key(function: Callable[[Any], Any], argument: Any) -> Any:
     """Identifies a call: the function, and the answers that it judges."""
     states = argument if isinstance(argument, list) else [argument]
-    return id(function), isinstance(argument, list), tuple(_answer_key(state) for state in states)
-
-
-def _answer_key(state: RolloutState) -> Any:
-    if state.rollout_id is None or state.response is None:
-        return id(state)
-    return state.task_name, state.rollout_id, state.segment, state.response
+    answers = [
+        (state.task_name, state.rollout_id, state.segment, state.response)
+        if state.rollout_id is not None and state.response is not None
+        else id(state)
+        for state in states
+    ]
+    return id(function), isinstance(argument, list), tuple(answers)
 
 
 class _BadReward(InvalidInput):
