@@ -37,7 +37,7 @@ from forebay.manager.results import ProduceBatchResult, ProduceStatus, describe_
 from forebay.manager.schedule import ProduceProgress, Saved, SavedFigures, read_saved
 from forebay.manager.task import Task, check_tasks
 from forebay.produce.inflight import Steps
-from forebay.produce.plan import backoff_s, over_issue, too_many_rejections
+from forebay.produce.plan import backoff_s, too_many_rejections
 from forebay.produce.stats import Figures, quantile
 from forebay.produce.strategy import Demand
 from forebay.storage.base import TaskSummary
@@ -160,10 +160,7 @@ class Manager:
         active = {name: groups for name, groups in sizes.items() if groups}
         if limit is None or not active:
             return None
-        most = {
-            name: groups + over_issue(self.tasks[name].strategy.settings.over_sample_threshold, groups)
-            for name, groups in active.items()
-        }
+        most = {name: groups + self.tasks[name].strategy.settings.over_issue(groups) for name, groups in active.items()}
         if len(active) > 1 and sum(most.values()) > limit:
             needs = ", ".join(f"{groups} of task {name!r}" for name, groups in most.items())
             raise InvalidConfig(

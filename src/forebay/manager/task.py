@@ -1,4 +1,4 @@
-"""What a manager runs: a named stream of prompts with all that belongs to it."""
+"""A task of a manager: a named stream of prompts with its agent loop and its strategy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Task", "check_tasks"]
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """A task: who draws its prompts, who answers them, how they are produced and judged, and its share of a batch."""
+    """A task: its prompts, its agent loop, how its groups are produced and judged, and its share of a batch."""
 
     name: str
     sampler: Sampler | SamplerWithReplayBuffer

@@ -83,7 +83,9 @@ class Works:
         self.batch_size = 1
         self.pause = Pause()
         self._suspects = Suspects()
-        self.judging = Judging(task_name, judge, settings, self.pause, self._suspects, self._keeps_rejected)
+        self.judging = Judging(
+            task_name, judge, settings, self.pause, self._suspects, self._keeps_rejected, lambda: self.stages
+        )
         self._internals = internals(buffer)
         self._judge = judge
         self._settings = settings
@@ -275,7 +277,7 @@ class Works:
                 members, error = stopped_members(issued, working, partial=self._partial), None
             else:
                 stage.name, stage.since = "generating", clock()
-                members, error, cancelled = await self._generate(issued, working, agent_loop, steps)
+                members, error, cancelled = await self._generate(issued, working, agent_loop, known_step)
                 seconds = None if members is issued else clock() - stage.since
                 tokens = new_tokens(members, issued)
             if cancelled is not None or not rested:
@@ -345,7 +347,7 @@ class Works:
         return until - clock() <= RESOLUTION_S, None
 
     async def _generate(
-        self, issued: list[RolloutState], working: list[RolloutState], agent_loop: AgentLoop, steps: Steps
+        self, issued: list[RolloutState], working: list[RolloutState], agent_loop: AgentLoop, model_step: int | None
     ) -> tuple[list[RolloutState], str | None, asyncio.CancelledError | None]:
         """The members after the attempt, an error that cost a try, and a cancel meanwhile."""
         if all(state.status is Status.COMPLETED for state in issued):
@@ -360,7 +362,7 @@ class Works:
         partial = self._partial or agent_loop.outage.away  # the same weights continue what an outage interrupted
         returned: object = working
         if not generating.done():
-            # It may continue to change them, and must not change what is stored.
+            # The call that was left behind may still change its members, and must not change the stored ones.
             returned = [independent(state.__copy__()) for state in working if isinstance(state, RolloutState)]
         elif not generating.cancelled() and generating.exception() is None:
             returned = generating.result()
@@ -389,8 +391,7 @@ class Works:
             missing = f"the agent loop raised {type(raised).__name__}: {raised}"
         if missing is not None:
             returned = complete_rollouts(returned)
-        latest = None if agent_loop.takes_weights_while_running else steps.model_step
-        members = collect(issued, returned, partial=partial, missing=missing, model_step=latest)
+        members = collect(issued, returned, partial=partial, missing=missing, model_step=model_step)
         asked = pauses != (self.pause.count, agent_loop.pauses) or self.pause.on or agent_loop.paused
         excused = asked or agent_loop.excuses(issued)
         aborted = None if excused else "the agent loop ended it early (ABORTED) although no pause was requested"

@@ -293,6 +293,7 @@ class Judging:
         pause: Pause,
         suspects: Suspects,
         keep_rejected: Callable[[], bool],
+        stages: Callable[[], Sequence[Stage]],
     ) -> None:
         self.judge = judge
         self._task_name = task_name
@@ -301,7 +302,7 @@ class Judging:
         self._pause = pause
         self._suspects = suspects
         self._keep_rejected = keep_rejected
-        self._since: dict[int, float] = {}  # groups that are being judged
+        self._stages = stages
         self._failing_since: float | None = None  # since when rewards or filters raise
         self._failed: set[int] = set()  # groups for which they have raised since then
         self._worked_at = 0.0  # when judging worked last
@@ -309,13 +310,6 @@ class Judging:
 
     async def run(self, members: list[RolloutState], stage: Stage) -> Judgement:
         """Reward and filter a group; the result, the error if it cost a try, and a cancel meanwhile."""
-        self._since[stage.group_id] = asyncio.get_running_loop().time()
-        try:
-            return await self._run(members, stage)
-        finally:
-            del self._since[stage.group_id]
-
-    async def _run(self, members: list[RolloutState], stage: Stage) -> Judgement:
         clock, group_id = asyncio.get_running_loop().time, stage.group_id
         began, times, failing_since = clock(), 0, None
         # Over all attempts: a pause must not begin the time of a reward that hangs again.
@@ -329,7 +323,7 @@ class Judging:
                 if cancelled is None and aside + 1 >= _MAX_ASIDE:
                     self._suspects.cut_short(group_id, clock())  # pauses waited for it in vain: the next ones shall not
                 return Judged(), None, cancelled
-            self._note_outage(group_id, judged)
+            self._note_outage(stage, judged)
             if judged.error is None:
                 return judged, None, cancelled
             times += 1
@@ -380,7 +374,7 @@ class Judging:
         error = f"not judged within {self._timeouts.judge_give_up_s:g} s"
         return Judged(error, rewarded=self.judge.reward_fn is None, hung=True), None
 
-    def _note_outage(self, group_id: int, judged: Judged) -> None:
+    def _note_outage(self, stage: Stage, judged: Judged) -> None:
         """Log once when judging begins to fail, and once when it works again."""
         now = asyncio.get_running_loop().time()
         if judged.error is None:
@@ -390,12 +384,12 @@ class Judging:
             self._failed.clear()
             self._worked_at = now
         elif judged.passing or judged.hung:
-            self._failed.add(group_id)
+            self._failed.add(stage.group_id)
             if self._failing_since is None:
-                self._failing_since = max(self._since[group_id], self._worked_at) if judged.hung else now
+                self._failing_since = max(stage.since, self._worked_at) if judged.hung else now
                 log.warning(
                     "judging_failed task=%s group=%d error=%s: repeated, and nothing is spent, for judge_give_up_s=%g",
-                    self._task_name, group_id, judged.error, self._timeouts.judge_give_up_s,
+                    self._task_name, stage.group_id, judged.error, self._timeouts.judge_give_up_s,
                 )  # fmt: skip
 
     def _away_since(self, group_id: int, judged: Judged, since: float) -> float | None:
@@ -406,7 +400,7 @@ class Judging:
         others = set(self._failed)
         if judged.hung:  # the others have not timed out yet
             began = asyncio.get_running_loop().time() - self._timeouts.judge_give_up_s / 2
-            others |= {other for other, since in self._since.items() if since <= began}
+            others |= {stage.group_id for stage in self._stages() if stage.name == "judging" and stage.since <= began}
         return failed if others - {group_id} else None
 
     def _outage(self, seconds: float, judged: Judged) -> RewardUnavailable:

@@ -132,6 +132,10 @@ class StrategySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
                     "sample would expire before any of its tokens is masked; lower it"
                 )
 
+    def over_issue(self, batch_size: int) -> int:
+        """The number of groups to start beyond the target."""
+        return over_issue(self.over_sample_threshold, batch_size)
+
     def limits(self, sync_weights_interval: int) -> Limits:
         """How old groups may grow if the weights are updated every `sync_weights_interval` train steps."""
         threshold = stale_threshold(self.max_staleness, sync_weights_interval)

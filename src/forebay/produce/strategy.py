@@ -1,6 +1,6 @@
 """How a batch is produced: how many groups are in flight, which ones, and when to stop.
 
-Both strategies run the same loop. It keeps as many groups in flight as are missing towards a target, draws groups that
+Both strategies run the same loop. It keeps the groups that a target still needs in flight, draws groups that
 have to be generated again before new prompts, and checks again whenever the buffer changes or a group ends; it never
 polls. The number of available groups is read from the ledger, so that nothing has to be remembered between calls, and a
 restart or a second producer changes nothing. `SyncProduceStrategy` starts the missing groups and leaves none running.
@@ -31,16 +31,7 @@ from forebay.produce.filters import Filter
 from forebay.produce.inflight import Steps, Works
 from forebay.produce.judge import GroupReward, Judge, SampleReward
 from forebay.produce.pausing import ProducedTask
-from forebay.produce.plan import (
-    Budgets,
-    Plan,
-    StrategySettings,
-    Timeouts,
-    make_plan,
-    over_issue,
-    to_start,
-    waiting_again,
-)
+from forebay.produce.plan import Budgets, Plan, StrategySettings, Timeouts, make_plan, to_start, waiting_again
 from forebay.produce.stats import Figures, Progress, default_progress
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 from forebay.storage.base import TaskSummary
@@ -51,13 +42,10 @@ log = logging.getLogger(__name__)
 
 
 class Production(msgspec.Struct, frozen=True, kw_only=True):
-    """How a call of `produce_batch` ended, in groups.
-
-    `complete`: the target was reached; otherwise a pause began, or the task is `exhausted`.
-    """
+    """How a call of `produce_batch` ended, in groups."""
 
     task_name: str
-    complete: bool
+    complete: bool  # the target was reached; otherwise a pause began, or the task is exhausted
     exhausted: bool = False  # filters reject everything, and the task is to be skipped
     rejections: int = 0  # groups in a row that filters rejected last
     target: int
@@ -213,8 +201,7 @@ class ProduceStrategy:
                 await asyncio.wait(tuple(task.pausing))
             task.works.batch_size = max(1, batch_size)
             if demand.spare is None and limit is not None:
-                over = over_issue(self.settings.over_sample_threshold, batch_size)
-                demand = demand._replace(spare=limit - batch_size - over)
+                demand = demand._replace(spare=limit - batch_size - self.settings.over_issue(batch_size))
             return await self._produce(task, demand)
         except BaseException as error:
             await task.stop()
@@ -321,7 +308,7 @@ class ProduceStrategy:
         return await self._summary(task) if summary.due or left else summary
 
     async def _summary(self, task: ProducedTask) -> TaskSummary:
-        """The counts of a task; groups that anybody discarded are counted in its figures."""
+        """The counts of a task; its figures get the number of discarded groups."""
         name = task.works.task_name
         summary = (await self._internals.summary((name,))).task(name)
         discarded = summary.account.ended.get(End.DISCARDED, 0)
@@ -384,7 +371,7 @@ class ProduceStrategy:
             trigger=settings.tail_batch_trigger_size,
             waiting=waiting_again(counts.get(Status.EXPIRED, 0), aborted - unjudged, partial=partial),
             partial=partial or bool(unjudged),
-            budget=over_issue(settings.over_sample_threshold, batch_size),
+            budget=settings.over_issue(batch_size),
         )
 
     async def _look_for_stragglers(self, task: ProducedTask, *, waiting: bool) -> None:
@@ -411,8 +398,7 @@ class ProduceStrategy:
         not end in time are cancelled, spend a try, and return with the tokens that they have. EngineError if an engine
         does not become idle: it is not safe to load weights then; pause again. `produce_batch` resumes.
         """
-        names = list(self._tasks) if task_name is None else [task_name]
-        tasks = [self._tasks[name] for name in names if name in self._tasks]
+        tasks = [task for name, task in self._tasks.items() if task_name in (None, name)]
         began = asyncio.get_running_loop().time()
         ended = await asyncio.gather(*[task.pause() for task in tasks], return_exceptions=True)
         for problem in ended:
@@ -448,12 +434,7 @@ class ProduceStrategy:
 
     def stats(self) -> dict[str, float]:
         """Flat figures for any logger, as `forebay/<task>/produce/...`."""
-        flat: dict[str, float] = {}
-        for task in self._tasks.values():
-            flat |= task.stats()
-        return flat
-
-    # --- parts ----------------------------------------------------------------------------------------
+        return {name: value for task in self._tasks.values() for name, value in task.stats().items()}
 
     def _task(self, task_name: str) -> ProducedTask:
         task = self._tasks.get(task_name)
