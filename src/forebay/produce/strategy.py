@@ -226,7 +226,7 @@ class ProduceStrategy:
             task.told[agent_loop] = steps.model_step
             if isinstance(works.broken, EngineUnavailable):
                 works.broken = None  # of the weights before
-        if works.pause.count == pauses and not stopped():
+        if works.pause.count == pauses and not stopped() and (agent_loop.paused or task.paused):
             await task.resume(agent_loop)
         if works.pause.count == pauses and not stopped():  # else a pause began meanwhile, and this call ends at once
             works.pause.on = False
@@ -278,11 +278,9 @@ class ProduceStrategy:
                     return None  # the buffer is full: wait for a change
                 started += begun
 
-        if demand.target is None:
-            what = f"task {task_name!r} to have {demand.batch_size} completed groups in the buffer"
-        else:
-            what = f"task {task_name!r} to have {demand.target} groups completed, leased or trained"
-        production = await self._internals.until(step, what, (task_name,))
+        what = f"{demand.target} groups completed, leased or trained"
+        what = f"{demand.batch_size} completed groups in the buffer" if demand.target is None else what
+        production = await self._internals.until(step, f"task {task_name!r} to have {what}", (task_name,))
         if production.exhausted:
             works.rejections_in_a_row = 0  # the next call tries again
         if not self.leaves_work_running or production.exhausted:
