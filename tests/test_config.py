@@ -237,7 +237,7 @@ def test_a_manager_is_built_from_a_toml_file(tmp_path: Path, mode: str) -> None:
     math, code = manager.tasks.values()
     assert (math.weight, code.weight) == (2, 1)
     assert math.strategy.stale_threshold == 4
-    assert math.strategy.timeouts.member_timeout_s == 60
+    assert math.strategy.settings.timeouts.member_timeout_s == 60
     assert isinstance(code.strategy, SyncProduceStrategy)
     assert manager.replay_buffer.max_groups == 512
 
@@ -269,7 +269,7 @@ def test_partial_rollout_without_staleness_is_fine_when_weights_are_synced_seldo
     strategy = {"enable_partial_rollout": True}
     config = ManagerConfig.from_mapping({"tasks": [{"name": "a", "strategy": strategy}], "sync_weights_interval": 2})
     manager = config.build(FunctionAgentLoop(nothing), datasets={"a": [{"prompt": "why?"}]})
-    assert manager.tasks["a"].strategy.enable_partial_rollout
+    assert manager.tasks["a"].strategy.settings.enable_partial_rollout
 
 
 @pytest.mark.parametrize(

@@ -676,7 +676,7 @@ async def test_a_failure_was_hidden_until_everything_was_used_up() -> None:
     producer = asyncio.create_task(plane.manager.produce_loop(2))
     await asyncio.sleep(20)
     assert (await plane.ledger())["buffered"] >= 6
-    with pytest.raises(ProducerStopped, match="what it produced is kept"):
+    with pytest.raises(ProducerStopped, match="its groups are kept"):
         await plane.manager.get_batch(2, 1)
     with pytest.raises(TooManyFailures):
         await producer

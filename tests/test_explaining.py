@@ -107,7 +107,7 @@ def test_g11_attempts_show() -> None:
     text = run(lambda: stuck(manager_of(aborted, max_groups=2, max_tries=1000), seconds=20))
     assert "resting:" in text
     assert "(group 0, attempt 7)" in text
-    assert "although nobody asked for that" in text
+    assert "although no pause was requested" in text
 
 
 async def test_g11_a_hung_data_set_shows_as_drawing() -> None:
@@ -289,7 +289,7 @@ def test_the_defaults_are_those_of_the_guide() -> None:
     assert manager.storage_retry_s == 60
     assert FunctionAgentLoop(unused).outage.down_timeout_s == 600
     assert OpenAIAgentLoop("http://127.0.0.1:1/v1", "policy").outage.down_timeout_s == 600
-    assert AsyncProduceStrategy(ReplayBuffer()).tail_after == 3
+    assert AsyncProduceStrategy(ReplayBuffer()).settings.tail_after == 3
 
 
 def test_counters_survive_a_resume(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from forebay import (
     reject_truncated,
     reject_zero_std,
 )
-from forebay.produce.judge import Judge, fail_judging
+from forebay.produce.judge import Judge
+from forebay.produce.members import fail_judging
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group, simulate
 from tests.processes import HANG_S
@@ -54,7 +55,7 @@ def rewards(group: Sequence[RolloutState]) -> list[Any]:
 def judged(group: list[RolloutState], *, max_tries: int = 3, **functions: Any) -> str | None:
     """The error of judging a group, without retries."""
     verdict = simulate.run(lambda: Judge(**functions).judge(group))
-    return None if verdict.error is None else fail_judging(group, verdict, max_tries)
+    return verdict.error and fail_judging(group, verdict.error, max_tries, rewarded=verdict.rewarded)
 
 
 def finished(members: int = 2) -> list[RolloutState]:

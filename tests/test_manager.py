@@ -647,7 +647,7 @@ async def test_weights_too_old_for_the_step_generated_without_end() -> None:
 async def test_one_task_that_fills_the_buffer_before_the_other_hung_the_run() -> None:
     buffer = ReplayBuffer(max_groups=5)
     plane = colocated({"a": 1, "b": 1}, buffer=buffer, make=AsyncProduceStrategy, over_sample_threshold=1.0)
-    with pytest.raises(InvalidConfig, match=r"room for 4 of task 'a', 4 of task 'b' .* max_groups=5"):
+    with pytest.raises(InvalidConfig, match=r"needs 4 of task 'a', 4 of task 'b' .* max_groups=5"):
         await plane.manager.produce_batch(4, 1, model_step=0)
     plane = colocated(
         {"a": 1, "b": 1}, buffer=ReplayBuffer(max_groups=8), make=AsyncProduceStrategy, over_sample_threshold=1.0

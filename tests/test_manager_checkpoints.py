@@ -738,8 +738,8 @@ def lose_the_weights(directory: Path) -> None:
         (make_it_foreign, "is not the manifest of a checkpoint"),
         (damage_the_progress, "the progress in a checkpoint cannot be read"),
         (lose_the_progress, "the progress in a checkpoint cannot be read"),
-        (break_the_manager, "what a manager saved in the checkpoint at .* cannot be read"),
-        (break_the_loops, "what a manager saved in the checkpoint at .* cannot be read"),
+        (break_the_manager, "the state of the manager in the checkpoint at .* is damaged"),
+        (break_the_loops, "the state of the manager in the checkpoint at .* is damaged"),
         (lose_the_weights, "does not say which weights it goes with"),
     ],
 )

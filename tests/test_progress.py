@@ -205,7 +205,7 @@ class Terminal(io.StringIO):
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("forebay.produce.progress.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("forebay.produce.stats.time.monotonic", lambda: self.now)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any
 
 import msgspec
@@ -58,10 +57,6 @@ def test_a_new_run_has_planned_nothing() -> None:
     progress = ProduceProgress({"math": 1.0, "code": 2.0})
     assert numbers(progress) == (1, 1, 0, 0, 0)
     assert not progress.begun
-    assert (
-        repr(progress) == "<ProduceProgress: consumer at step 1, producer at 1, consumed {'math': 0, 'code': 0}, "
-        "target {'math': 0, 'code': 0}>"
-    )
 
 
 # --- planning -------------------------------------------------------------------------------------------
@@ -307,4 +302,4 @@ def test_a_state_without_credits_is_that_of_a_run_that_planned_nothing() -> None
     assert numbers(progress) == (1, 1, 0, 0, 0)
     assert progress.credits == {}
     assert progress.plan(3, 1) == {"math": 3}
-    assert progress.credits == {"math": Fraction(0)}
+    assert progress.credits == {"math": "0"}

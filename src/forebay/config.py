@@ -14,7 +14,7 @@ forebay.errors.InvalidConfig: ReplayBufferConfig: Object contains unknown field 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeAlias, TypedDict, Unpack
 
@@ -34,10 +34,19 @@ from forebay.core.policy import (
 from forebay.core.validate import checked_integer, checked_task
 from forebay.errors import InvalidConfig, InvalidInput
 from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Task
-from forebay.manager.allocation import check_weights
-from forebay.produce import AsyncProduceStrategy, Budgets, ProduceStrategy, Progress, SyncProduceStrategy, Timeouts
-from forebay.produce.filters import Filter, reject_truncated, reject_zero_std
+from forebay.manager.schedule import check_weights
+from forebay.produce import (
+    AsyncProduceStrategy,
+    ProduceStrategy,
+    Progress,
+    SyncProduceStrategy,
+    reject_truncated,
+    reject_zero_std,
+)
+from forebay.produce.filters import Filter
 from forebay.produce.judge import GroupReward, SampleReward
+from forebay.produce.plan import StrategySettings
+from forebay.produce.strategy import SYNC_ARGUMENTS
 from forebay.prompts.sampler import Sampler
 from forebay.prompts.sources import Tokenize, ToRolloutState
 from forebay.storage.base import Storage
@@ -135,55 +144,42 @@ class StrategyParts(TypedDict, total=False):
     sync_weights_interval: int
     reward_fn: SampleReward | None
     group_reward_fn: GroupReward | None
-    is_valid_sample_fn: Filter | None
+    is_valid_sample_fn: Filter | Sequence[Filter] | None
     should_continue_fn: Callable[[int, int], bool] | None
     progress: Progress | None
 
 
-class StrategyConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
+class StrategyConfig(Config, StrategySettings, kw_only=True, frozen=True, forbid_unknown_fields=True):
     """How a task is produced; see `AsyncProduceStrategy`. Kind `sync` takes no setting of running ahead."""
 
     table: ClassVar[str] = "strategy"
 
     kind: Literal["sync", "async"] = "async"
-    over_sample_threshold: float = 0.0
-    enable_partial_rollout: bool = False
-    max_staleness: int = 0
-    max_token_staleness: int | None = None
-    tail_batch_trigger_size: int = 0
-    tail_after: int = 3
-    max_tries: int = 3
     filters: tuple[Literal["reject_zero_std", "reject_truncated"], ...] = ()
-    timeouts: Timeouts = Timeouts()
-    budgets: Budgets = Budgets()
 
     def __post_init__(self) -> None:
-        # The strategy checks everything else. Only a manager or a task knows the interval of weight updates, so they
-        # check whether partial rollout is possible with it; it is with an interval of 2.
-        self.build(ReplayBuffer(), sync_weights_interval=2)
-        if self.kind == "sync":
-            for name in _AHEAD:
-                if getattr(self, name) != getattr(StrategyConfig(), name):
-                    raise InvalidConfig(f"{name}={getattr(self, name)!r} with kind='sync', which never runs ahead")
+        super().__post_init__()
+        if unknown := set(self.filters) - _FILTERS.keys():
+            raise InvalidConfig(f"unknown filters {sorted(unknown)}; expected some of {', '.join(_FILTERS)}")
+        for name, default in msgspec.structs.asdict(StrategySettings()).items():
+            if self.kind == "sync" and name not in SYNC_ARGUMENTS and getattr(self, name) != default:
+                raise InvalidConfig(f"{name}={getattr(self, name)!r} with kind='sync', which never runs ahead")
 
     def build(self, replay_buffer: ReplayBuffer, **parts: Unpack[StrategyParts]) -> ProduceStrategy:
         """The strategy; the filters of this config are applied before `is_valid_sample_fn`."""
-        own = parts.pop("is_valid_sample_fn", None)
-        settings = msgspec.structs.asdict(self)
-        settings["is_valid_sample_fn"] = [_FILTERS[name] for name in settings.pop("filters")]
-        if own is not None:
-            settings["is_valid_sample_fn"].append(own)
-        if settings.pop("kind") == "async":
-            return AsyncProduceStrategy(replay_buffer, **settings, **parts)
-        settings = {name: value for name, value in settings.items() if name not in _AHEAD}
-        return SyncProduceStrategy(replay_buffer, **settings, **parts)
+        filters: list[Filter] = [_FILTERS[name] for name in self.filters]
+        own = parts.get("is_valid_sample_fn")
+        filters += () if own is None else [own] if callable(own) else own
+        parts["is_valid_sample_fn"] = filters
+        names = StrategySettings.__struct_fields__
+        if self.kind == "sync":
+            names = tuple(name for name in names if name in SYNC_ARGUMENTS)
+        kind = SyncProduceStrategy if self.kind == "sync" else AsyncProduceStrategy
+        settings = {name: getattr(self, name) for name in names}
+        return kind(replay_buffer, **settings, **parts)
 
 
 _FILTERS: dict[str, Filter] = {"reject_zero_std": reject_zero_std, "reject_truncated": reject_truncated}
-_AHEAD = (
-    "over_sample_threshold", "enable_partial_rollout", "max_staleness", "max_token_staleness",
-    "tail_batch_trigger_size", "tail_after",
-)  # fmt: skip
 
 
 class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -266,9 +262,9 @@ class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
         for name in names:
             if names.count(name) > 1:
                 raise InvalidConfig(f"two tasks are named {name!r}; expected distinct names")
-        # Each strategy was checked alone; now with this interval.
+        # Each strategy was checked alone; now it is checked with this interval.
         for task in self._task_configs:
-            task.strategy.build(ReplayBuffer(), sync_weights_interval=self.sync_weights_interval)
+            task.strategy.limits(self.sync_weights_interval)
         check_weights({task.name: task.weight for task in self._task_configs})
 
     @property

@@ -610,7 +610,7 @@ def test_an_abort_that_nobody_asked_for_spends_a_try_and_backs_off(sync: bool) -
         assert calls[1] == 3
         assert (await buffer.ledger())[TASK]["failed"] == 1
         (reason,) = (await buffer.reasons())[TASK]
-        assert "although nobody asked" in reason
+        assert "although no pause was requested" in reason
 
     run(main)
 

@@ -640,7 +640,7 @@ class World:
     async def train_on(self, groups: Sequence[Sequence[RolloutState]]) -> None:
         assert len(groups) == self.batch_size
         for group in groups:
-            self.engine.check_group(group, self.done + 1, self.strategy.token_stale_threshold)
+            self.engine.check_group(group, self.done + 1, self.strategy.limits.token_stale_threshold)
         await self.save()
         await asyncio.sleep(self.chance.expovariate(2))
         if self.chance.random() < 0.1:

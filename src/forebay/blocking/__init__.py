@@ -35,10 +35,10 @@ from forebay import buffer as buffers
 from forebay import manager as managers
 from forebay.blocking.thread import Facade, LoopOwner, LoopThread, blocking, on_loop, result_of
 from forebay.config import ReplayBufferConfig
+from forebay.core.aio import ignore_exception
 from forebay.core.rollout import RolloutState
 from forebay.errors import BufferClosed, ForebayError, InvalidInput
 from forebay.manager.base import Manager
-from forebay.produce.inflight import look_at
 
 __all__ = ["AgentLoopManager", "Batch", "BatchRequest", "DisaggregatedAgentLoopManager", "Lease", "ReplayBuffer"]
 
@@ -324,7 +324,7 @@ class DisaggregatedAgentLoopManager(_Manager[managers.DisaggregatedAgentLoopMana
 
     async def _start(self, batch_size: int) -> asyncio.Task[None]:
         producer = asyncio.create_task(self.native.produce_loop(batch_size), name="produce_loop")
-        producer.add_done_callback(look_at)
+        producer.add_done_callback(ignore_exception)
         try:
             await asyncio.sleep(0)  # its first step, which checks its arguments
         except asyncio.CancelledError:

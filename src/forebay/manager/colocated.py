@@ -31,7 +31,7 @@ class AgentLoopManager(Manager):
     ) -> BatchRequest:
         """A batch for one train step: await it (taken for good), or enter it with `async with` (a lease).
 
-        Runs the tasks' strategies together until the batch is there, pauses what is still under way and keeps it.
+        All strategies produce until the batch is complete; groups that are still in flight are then paused and kept.
         WaitTimeout, with an explanation, if that takes longer than `timeout_s`.
         """
         return BatchRequest(lambda: self._grant_in_time(batch_size, train_step, model_step, timeout_s))
@@ -47,7 +47,7 @@ class AgentLoopManager(Manager):
         async def expire(limit: asyncio.Timeout) -> None:
             nonlocal explanation
             await asyncio.sleep(left_s)
-            explanation = await self.explain_wait()  # of what runs, before it is stopped
+            explanation = await self.explain_wait()  # before the strategies are stopped
             limit.reschedule(asyncio.get_running_loop().time())
 
         try:
@@ -72,7 +72,9 @@ class AgentLoopManager(Manager):
             raise InvalidInput(f"model_step is {model_step}, but weights of step {self.model_step} were used already")
         if self._producing:
             raise InvalidInput("a batch is being produced already; one call at a time")
-        self._refuse_what_is_too_old(train_step, model_step)
+        for name, task in self.tasks.items():
+            if task.weight > 0:
+                task.strategy.refuse_too_old(task.agent_loop, model_step, train_step, name)
         self._producing = True
         try:
             await self._settle_owed()
@@ -86,12 +88,9 @@ class AgentLoopManager(Manager):
             self._set_clock()
             loop = asyncio.get_running_loop()
             began = loop.time()
-            while True:
-                lease = await self._patiently(lambda: self._attempt(batch_size, train_step))
-                if lease is not None:
-                    break
-                # Another process took or discarded groups meanwhile, paused us, or a task is skipped from now on:
-                # produce what is missing now.
+            # None: another process took or discarded groups meanwhile, paused us, or a task is skipped from now on.
+            while (lease := await self._patiently(lambda: self._attempt(batch_size, train_step))) is None:
+                pass
             sizes = self.progress.plan(batch_size, train_step)
             return await self._result(train_step, ProduceStatus.NORMAL, sizes, lease, loop.time() - began)
         except BaseException:
@@ -102,7 +101,7 @@ class AgentLoopManager(Manager):
 
     async def _attempt(self, batch_size: int, train_step: int) -> Lease | None:
         sizes = self.progress.plan(batch_size, train_step)
-        await self._internals.give_back_owed()  # before the producer waits for their room
+        await self._internals.give_back_owed()  # before the producer waits for space in the buffer
         await self._set_clocks(train_step)
         wants = {name: groups for name, groups in sizes.items() if groups}
         with self._internals.asking(sizes):
@@ -128,17 +127,8 @@ class AgentLoopManager(Manager):
                 await task.sampler.compare_data(name, *await self._internals.position(name))
             await self._refuse_store_ahead(train_step, model_step)
 
-    def _refuse_what_is_too_old(self, train_step: int, model_step: int) -> None:
-        for name, task in self.tasks.items():
-            if self._is_too_old(task, model_step, train_step):
-                raise InvalidInput(
-                    f"what weights of model_step={model_step} generate is too old for train_step={train_step} when it "
-                    f"arrives (the stale threshold of task {name!r} is {task.strategy.reach}), so the batch "
-                    "would never fill; sync the weights first, or raise max_staleness or sync_weights_interval"
-                )
-
     async def resume(self, path: str | os.PathLike[str]) -> int:
-        """As for every manager; not while a batch is being produced."""
+        """See `Manager.resume`; not while a batch is being produced."""
         if self._producing:
             raise InvalidInput("a batch is being produced; resume before that, or when it has ended")
         return await super().resume(path)

@@ -21,7 +21,7 @@ from forebay.core.validate import checked_integer
 from forebay.errors import InvalidDataset, InvalidInput
 from forebay.produce.inflight import Steps, Works
 from forebay.produce.judge import GroupReward, Judge, SampleReward
-from forebay.produce.plan import Budgets, Timeouts, checked_timeouts
+from forebay.produce.plan import StrategySettings, Timeouts
 from forebay.produce.stats import Outcome, Progress, default_progress
 from forebay.prompts.sampler import Sampler
 from forebay.prompts.sources import MapSource
@@ -90,16 +90,8 @@ async def evaluate(
     buffer = ReplayBuffer()
     drawing = sampler.with_buffer(buffer)
     judge = Judge(reward_fn=reward_fn, group_reward_fn=group_reward_fn, concurrency=reward_concurrency)
-    works = Works(
-        name,
-        buffer,
-        judge,
-        checked_timeouts(timeouts),
-        partial=False,
-        max_tries=checked_integer("max_tries", max_tries, least=1),
-        tail_after=2**62,
-        budgets=Budgets(),
-    )
+    timeouts = Timeouts() if timeouts is None else timeouts
+    works = Works(name, buffer, judge, StrategySettings(max_tries=max_tries, timeouts=timeouts, tail_after=2**62))
     started: set[int] = set()
     ended: dict[int, list[RolloutState]] = {}
     steps = Steps(model_step + 1, model_step)
@@ -114,8 +106,8 @@ async def evaluate(
             raise broken
         groups = await drawing.draw_again(records, name, own=False)
         drawn, _ = await internals(buffer).position(name)
-        while drawn < records and (room := most - works.in_flight - len(groups)) > 0:
-            groups += await drawing.draw(min(records - drawn, room), name, (), own=False)
+        while drawn < records and (more := most - works.in_flight - len(groups)) > 0:
+            groups += await drawing.draw(min(records - drawn, more), name, (), own=False)
             drawn, _ = await internals(buffer).position(name)
         for group in groups:
             started.add(group[0].group_id or 0)
@@ -137,12 +129,8 @@ async def evaluate(
                 await agent_loop.pause()
             await buffer.close()
     groups = {source.index(group_id): group for group_id, group in ended.items()}
-    missing = (index for index in range(records) if index not in groups)
-    groups |= {index: [_bad_record(index)] for index in missing}  # skipped by `skip_bad_records`
-    return Evaluation(
-        model_step=model_step, groups=[groups[index] for index in range(records)], seconds=clock() - began
-    )
-
-
-def _bad_record(index: int) -> RolloutState:
-    return RolloutState(message=[], status=Status.FAILED, error_msg=f"record {index} makes no prompt")
+    for index in set(range(records)) - groups.keys():  # skipped by `skip_bad_records`
+        failed = RolloutState(message=[], status=Status.FAILED, error_msg=f"record {index} makes no prompt")
+        groups[index] = [failed]
+    in_order = [groups[index] for index in range(records)]
+    return Evaluation(model_step=model_step, groups=in_order, seconds=clock() - began)

@@ -1,13 +1,13 @@
 """Groups in flight: each from its draw until it is back in the buffer.
 
-One `Works` has all groups that a strategy has in flight for one task, and nothing else starts, stops or finishes those.
-Every group takes the same way in a separate task: rest, generate, judge, put. However that ends (an answer, an
-exception, a cancel, a timeout, a loop that ignores cancels), the group goes back into the buffer, once, under the
-attempt that it was drawn with (G3). If the store fails then, the group is kept here and put again at the next
-opportunity. A finished one is counted, once, and wakes the strategy.
+One `Works` has all groups that a strategy has in flight for one task, and nothing else starts, stops or finishes them.
+A separate asyncio task does the same with each group: rest, generate, judge, put. However that ends (an answer, an
+exception, a cancel, a timeout, a loop that ignores cancels), the group returns to the buffer, once, under the attempt
+that it was drawn with (G3). If the storage fails then, the group is kept here and put again at the next opportunity. A
+finished group is counted, once, and wakes the strategy.
 
-A group whose attempt was cut short (by a timeout, an abort that nobody asked for, or a pause that had to cancel it) is
-a suspect: it rests before its next attempt, and no batch relies on it, so that one that always hangs delays none.
+A group whose attempt was cut short (by a timeout, an abort that no pause asked for, or a pause that had to cancel it)
+is a suspect: it rests before its next attempt, and no batch relies on it, so that one that always hangs delays none.
 """
 
 from __future__ import annotations
@@ -22,53 +22,42 @@ import msgspec
 
 from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
-from forebay.buffer.internal import internals
-from forebay.core.aio import RESOLUTION_S, see_through
+from forebay.buffer.internal import internals, mark_aborted
+from forebay.core.aio import RESOLUTION_S, ignore_exception, run_user_code, see_through, uncancelled
 from forebay.core.ledger import Place, Record
 from forebay.core.rollout import RolloutState, Status, carries_response, group_status
-from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, InvalidInput, LostLease, RewardUnavailable
-from forebay.produce.judge import Judge, Judged, fail_judging, set_aside
+from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, InvalidInput, LostLease, TooManyFailures
+from forebay.produce.judge import Judge, Judged, Judging, Pause
 from forebay.produce.members import (
     collect,
+    complete_rollouts,
     new_rewards,
     new_tokens,
     prepare,
     refused_members,
+    set_aside,
     settle_tries,
+    stopped_members,
     untrusted_responses,
 )
-from forebay.produce.plan import Budgets, Timeouts, acceptance, backoff_s
-from forebay.produce.stats import Figures, Outcome
+from forebay.produce.plan import StrategySettings, Suspects, acceptance, too_many_rejections
+from forebay.produce.stats import Figures, Outcome, Stage
 from forebay.prompts.sources import independent
 
-__all__ = ["STAGES", "Stage", "Steps", "Works", "look_at"]
-
-_MAX_ASIDE = 3  # pauses that a group is judged over before it is a suspect
-STAGES = ("resting", "generating", "judging", "storing")
+__all__ = ["Steps", "Works"]
 
 log = logging.getLogger(__name__)
 
 
-class Steps:
-    """The two clocks of a task as its producer sees them: who will train on what comes back, and what generates now."""
+class Steps(msgspec.Struct):
+    """The two clocks of a task: results are for this train step, and these weights generate them."""
 
-    def __init__(self, train_step: int, model_step: int) -> None:
-        self.train_step = train_step
-        self.model_step = model_step
-
-
-class Stage(msgspec.Struct):
-    """What a group in flight is being done to, and since when on the clock of the event loop."""
-
-    group_id: int
-    attempt: int
-    name: str  # one of STAGES
-    since: float
-    note: str = ""
+    train_step: int
+    model_step: int
 
 
 class _Return(NamedTuple):
-    """A group on its way back; `tell` gets it as it was put, its status there, and an error that this brought."""
+    """A group to put; `tell` gets the members as they were put, the status of the group, and an error of the put."""
 
     members: list[RolloutState]
     issued: Sequence[RolloutState]
@@ -78,55 +67,38 @@ class _Return(NamedTuple):
 
 
 class Works:
-    """What is in flight for one task."""
+    """The groups in flight of one task."""
 
-    def __init__(
-        self,
-        task_name: str,
-        buffer: ReplayBuffer,
-        judge: Judge,
-        timeouts: Timeouts,
-        *,
-        partial: bool,
-        max_tries: int,
-        tail_after: int,
-        budgets: Budgets,
-    ) -> None:
+    def __init__(self, task_name: str, buffer: ReplayBuffer, judge: Judge, settings: StrategySettings) -> None:
         self.task_name = task_name
         self.figures = Figures()
         self.failures_in_a_row = 0
-        self.failing: dict[int, bool] = {}  # groups of these failures; whether they ended as failed
+        self._failing: dict[int, bool] = {}  # groups of these failures; whether they ended as failed
         self.rejections_in_a_row = 0
         self.last_error: str | None = None
-        self.overran_pause = False  # whether the last error is of an attempt that a pause had to cancel
+        self._overran_pause = False  # whether the last error is of an attempt that a pause had to cancel
         self.broken: BaseException | None = None
         self.on_end: Callable[[Outcome, Sequence[RolloutState]], None] | None = None  # of an attempt
         self.stragglers: set[int] = set()
         self.batch_size = 1
-        self.pausing = False
-        self.overdue: str | None = None  # the limit of a pause, which cancels the attempts that did not end within it
-        self.pauses = 0  # asked for so far
+        self.pause = Pause()
+        self._suspects = Suspects()
+        self.judging = Judging(
+            task_name, judge, settings, self.pause, self._suspects, self._keeps_rejected, lambda: self.stages
+        )
         self._internals = internals(buffer)
         self._judge = judge
-        self._timeouts = timeouts
-        self._partial = partial
-        self._max_tries = max_tries
-        self._tail_after = tail_after
+        self._settings = settings
+        self._partial = settings.enable_partial_rollout
+        self._max_tries = settings.max_tries
         self._running: dict[asyncio.Task[None], AgentLoop] = {}
         self._unbegun: dict[asyncio.Task[None], list[RolloutState]] = {}
         self._returning: set[asyncio.Task[None]] = set()
-        self._back: set[asyncio.Task[None]] = set()  # of those that are running
-        self._late: list[_Return] = []  # the store failed when they were put
-        self._budgets = budgets
+        self._back: set[asyncio.Task[None]] = set()  # running tasks whose group is back in the buffer
+        self._late: list[_Return] = []  # the storage failed when they were put
         self._stages: dict[asyncio.Task[None], Stage] = {}
-        self._suspects: dict[int, tuple[int, float]] = {}  # times cut short in a row; rests until
-        self._judging_failed: float | None = None  # since when rewards or filters raise
-        self._not_judged: set[int] = set()  # groups for which they have raised since then
-        self._judged_at = 0.0  # when judging worked last
-        self._aside: dict[int, tuple[float, int]] = {}  # how long groups were judged, and how often set aside
         self._overran: set[int] = set()  # groups that a pause had to cancel, and that are not counted yet
         self._overrun_pause = 0  # the last pause for which a failure was counted
-        self._pause: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # that the last group was started on
 
     def __len__(self) -> int:
@@ -149,7 +121,7 @@ class Works:
 
     @property
     def stages(self) -> list[Stage]:
-        """What is being done to each group in flight, oldest first."""
+        """The stage of each group in flight, oldest first."""
         stages = [stage for task, stage in self._stages.items() if task not in self._back]
         return sorted(stages, key=lambda stage: stage.since)
 
@@ -160,7 +132,7 @@ class Works:
     @property
     def accepted(self) -> float:
         """The share of groups that filters keep, as measured; all of them when rejected ones are accepted."""
-        if self.exhausted and self._budgets.when_exhausted == "accept":
+        if self._keeps_rejected():
             return 1.0
         verdicts = self.figures.verdicts
         kept = sum(verdicts)
@@ -168,8 +140,32 @@ class Works:
 
     @property
     def exhausted(self) -> bool:
-        """Whether so many groups in a row were rejected that something has to happen."""
-        return self.rejections_in_a_row >= self._budgets.rejections(self.batch_size)
+        """Whether the filters rejected more groups in a row than the budget allows."""
+        return self.rejections_in_a_row >= self._settings.budgets.rejections(self.batch_size)
+
+    def _keeps_rejected(self) -> bool:
+        return self.exhausted and self._settings.budgets.when_exhausted == "accept"
+
+    def check(self) -> None:
+        """Raise if something broke, or too much went wrong in a row."""
+        broken, self.broken = self.broken, None
+        if broken is not None:
+            raise broken
+        if self.failures_in_a_row >= self._settings.budgets.max_consecutive_failures:
+            attempts, self.failures_in_a_row = self.failures_in_a_row, 0
+            failed, groups = sum(self._failing.values()), len(self._failing)
+            self._failing.clear()
+            advice = "let `generate` end early when the loop is `paused`, or raise pause_timeout_s"
+            advice = f" (pauses had to cancel them: {advice})" if self._overran_pause else ""
+            raise TooManyFailures(
+                f"{attempts} attempts in a row at groups of task {self.task_name!r} failed, and none was completed; "
+                f"the last error: {self.last_error}{advice}. Of these groups {failed} spent their last try and ended "
+                f"as failed, {groups - failed} are back in the buffer; fix the cause and produce again, or raise "
+                "max_consecutive_failures"
+            )
+        if self.exhausted and self._settings.budgets.when_exhausted == "raise":
+            rejections, self.rejections_in_a_row = self.rejections_in_a_row, 0
+            raise too_many_rejections(self.task_name, rejections, self.last_error)
 
     @property
     def waiting_stragglers(self) -> set[int]:
@@ -182,13 +178,13 @@ class Works:
         return list(dict.fromkeys(self._running.values()))
 
     def start(self, group: Sequence[RolloutState], agent_loop: AgentLoop, steps: Steps) -> None:
-        """Have a drawn group generated; it is ours until it is back in the buffer."""
+        """Have a drawn group generated, judged and put."""
         name = f"group {group[0].group_id} of {self.task_name}"
         attempt = group[0].attempt or 0
-        if attempt > self._tail_after:
+        if attempt > self._settings.tail_after:
             self.stragglers.add(group[0].group_id or 0)
         # An eager start would run the user's code inside the strategy's own step.
-        task = asyncio.create_task(self._walk(list(group), agent_loop, steps), name=name)
+        task = asyncio.create_task(self._process(list(group), agent_loop, steps), name=name)
         self._running[task] = agent_loop
         self._unbegun[task] = list(group)
         self._loop = asyncio.get_running_loop()
@@ -222,25 +218,19 @@ class Works:
         if self._late:
             late = asyncio.ensure_future(self.bring_back())
             cancelled = await see_through(late) or cancelled
-            look_at(late)
+            ignore_exception(late)
         if cancelled is not None:
             raise cancelled
 
     async def give_back(self, groups: Sequence[list[RolloutState]]) -> None:
         """Return groups that were drawn and not started, as ABORTED with what they have."""
         for group in groups:
-            for state in group:
-                if state.status is not Status.COMPLETED:
-                    state.status = Status.ABORTED
+            mark_aborted(group)
             self._late.append(_Return(group, group, None, None, lambda stored, status, error: None))
-        returning = asyncio.ensure_future(self.bring_back())
-        cancelled = await see_through(returning)
-        returning.result()
-        if cancelled is not None:
-            raise cancelled
+        await uncancelled(self.bring_back())
 
     async def bring_back(self) -> None:
-        """Put what the store did not take before. What it does not take now either stays for the next time."""
+        """Put groups that the storage did not take before; those that it does not take now are kept again."""
         waiting, self._late = self._late, []
         failed: Exception | None = None
         try:
@@ -258,25 +248,18 @@ class Works:
             raise failed
 
     async def wait(self, timeout_s: float) -> None:
-        """Until nothing is in flight, or for so long."""
+        """Until nothing is in flight, or for `timeout_s`."""
         if len(self):
             await asyncio.wait((*self._running, *self._returning), timeout=timeout_s)
 
     def begin_pause(self) -> None:
-        """From now on judging is short of time, and nothing is to be started."""
-        self.pausing = True
-        self.pauses += 1
-        if self._pause is not None and not self._pause.done():
-            self._pause.set_result(None)
+        """From now on judging is short of time, and no group may be started."""
+        self.pause.begin()
+        self._internals.nudge()
 
-    def end_pause(self) -> None:
-        self.pausing = False
-        if self._pause is not None and self._pause.done():
-            self._pause = None  # otherwise somebody waits for it, and shall hear of the next one
+    # --- one group ------------------------------------------------------------------------------------
 
-    # --- the walk of one group ------------------------------------------------------------------------
-
-    async def _walk(self, group: list[RolloutState], agent_loop: AgentLoop, steps: Steps) -> None:
+    async def _process(self, group: list[RolloutState], agent_loop: AgentLoop, steps: Steps) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._unbegun.pop(task, None)
@@ -291,10 +274,10 @@ class Works:
         try:
             rested, cancelled = await self._rest(stage)
             if not rested:
-                members, error = self._what_there_is(issued, working), None
+                members, error = stopped_members(issued, working, partial=self._partial), None
             else:
                 stage.name, stage.since = "generating", clock()
-                members, error, cancelled = await self._generate(issued, working, agent_loop, steps)
+                members, error, cancelled = await self._generate(issued, working, agent_loop, known_step)
                 seconds = None if members is issued else clock() - stage.since
                 tokens = new_tokens(members, issued)
             if cancelled is not None or not rested:
@@ -303,12 +286,14 @@ class Works:
             else:
                 stage.name, stage.since = "judging", clock()
                 answered = any(state.status is Status.COMPLETED for state in members)
-                judged, judge_error, cancelled = await self._judged(members, stage)
-                error = judge_error or error
-                if answered and not self._judge.idle and (judge_error or not any(state.unjudged for state in members)):
-                    judge_s = clock() - stage.since
+                if answered and not self._judge.idle:
+                    judged, judge_error, cancelled = await self.judging.run(members, stage)
+                    self.broken = self.broken or judged.outage
+                    error = judge_error or error
+                    if judge_error or not any(state.unjudged for state in members):
+                        judge_s = clock() - stage.since
         except Exception as wrong:
-            # An unforeseen value in a sample; in any case the group goes back.
+            # A sample has an unforeseen value; the group returns to the buffer in any case.
             log.exception("group_mishandled task=%s group=%s", self.task_name, issued[0].group_id)
             members = refused_members((), issued, f"{type(wrong).__name__}: {wrong}", everyone=True)
             error = settle_tries(members, issued, self._max_tries)
@@ -350,59 +335,53 @@ class Works:
             raise cancelled
 
     async def _rest(self, stage: Stage) -> tuple[bool, asyncio.CancelledError | None]:
-        """Wait until a suspect may be tried again; whether it may, and a cancel meanwhile. A pause ends it."""
+        """Wait until a suspect may be tried again, or for a pause; whether it may, and a cancel meanwhile."""
         clock = asyncio.get_running_loop().time
         _, until = self._suspects.get(stage.group_id, (0, 0.0))
         stage.name = "resting"
         try:
-            while (left_s := until - clock()) > RESOLUTION_S and not self.pausing:
-                await asyncio.wait((self._pause_future(),), timeout=left_s)
+            while (left_s := until - clock()) > RESOLUTION_S and not self.pause.on:
+                await self.pause.wait(left_s)
         except asyncio.CancelledError as stopped:
             return False, stopped
         return until - clock() <= RESOLUTION_S, None
 
-    def _cut_short(self, group_id: int) -> None:
-        times = self._suspects.get(group_id, (0, 0.0))[0] + 1
-        self._suspects[group_id] = times, asyncio.get_running_loop().time() + backoff_s(times)
-
     async def _generate(
-        self, issued: list[RolloutState], working: list[RolloutState], agent_loop: AgentLoop, steps: Steps
+        self, issued: list[RolloutState], working: list[RolloutState], agent_loop: AgentLoop, model_step: int | None
     ) -> tuple[list[RolloutState], str | None, asyncio.CancelledError | None]:
-        """The members as they came back, an error that cost a try, and a cancel meanwhile."""
+        """The members after the attempt, an error that cost a try, and a cancel meanwhile."""
         if all(state.status is Status.COMPLETED for state in issued):
             return issued, None, None  # they only wait to be judged
-        pauses, group_id = (self.pauses, agent_loop.pauses), issued[0].group_id or 0
-        generating = asyncio.ensure_future(self._call(agent_loop, working))
-        cancelled = None
-        try:
-            await self._until_generated(generating, agent_loop)
-        except asyncio.CancelledError as stopped:
-            cancelled = stopped
-        in_time = generating.done()
-        if not in_time:
-            cancelled = await self._cancel(generating) or cancelled
+        pauses, group_id = (self.pause.count, agent_loop.pauses), issued[0].group_id or 0
+        generating, in_time, cancelled = await run_user_code(
+            self._generate_group(agent_loop, working),
+            until=lambda generating: self._until_generated(generating, agent_loop),
+            cancel_timeout_s=self._settings.timeouts.cancel_timeout_s,
+        )
+        now = asyncio.get_running_loop().time()
+        partial = self._partial or agent_loop.outage.away  # the same weights continue what an outage interrupted
         returned: object = working
         if not generating.done():
-            # It may continue to change them, and must not change what is stored.
+            # The call that was left behind may still change its members, and must not change the stored ones.
             returned = [independent(state.__copy__()) for state in working if isinstance(state, RolloutState)]
         elif not generating.cancelled() and generating.exception() is None:
             returned = generating.result()
         raised = None if not generating.done() or generating.cancelled() else generating.exception()
         if isinstance(raised, EngineUnavailable):
-            self.broken = self.broken or raised  # the strategy hears of it; the group lost nothing but time
-            return self._what_there_is(issued, working, keep=True), None, cancelled
+            self.broken = self.broken or raised  # the strategy raises it; the group lost nothing but time
+            return stopped_members(issued, working, partial=True), None, cancelled
         cut = None
-        if cancelled is not None or (in_time and generating.cancelled() and (self.pausing or agent_loop.paused)):
-            if self.overdue is None or cancelled is None:
-                return self._what_there_is(issued, returned, keep=agent_loop.outage.away), None, cancelled
-            cut = f"did not end within {self.overdue} of a pause"
+        if cancelled is not None or (in_time and generating.cancelled() and (self.pause.on or agent_loop.paused)):
+            if self.pause.overdue is None or cancelled is None:
+                return stopped_members(issued, returned, partial=partial), None, cancelled
+            cut = f"did not end within {self.pause.overdue} of a pause"
         elif not in_time:
-            cut = f"not generated within member_timeout_s={self._timeouts.member_timeout_s:g}"
+            cut = f"not generated within member_timeout_s={self._settings.timeouts.member_timeout_s:g}"
         if cut is not None:
             if cancelled is not None:
                 self._overran.add(group_id)
-            self._cut_short(group_id)
-            members = self._what_there_is(issued, returned)
+            self._suspects.cut_short(group_id, now)
+            members = stopped_members(issued, returned, partial=self._partial)
             return members, settle_tries(members, issued, self._max_tries, aborted=cut), cancelled
         missing = None
         if generating.cancelled():
@@ -411,26 +390,21 @@ class Works:
             log.warning("agent_loop_raised task=%s group=%s", self.task_name, group_id, exc_info=raised)
             missing = f"the agent loop raised {type(raised).__name__}: {raised}"
         if missing is not None:
-            returned = self._finished(returned)
-        partial = self._partial or agent_loop.outage.away
-        latest = None if agent_loop.takes_weights_while_running else steps.model_step
-        members = collect(issued, returned, partial=partial, missing=missing, model_step=latest)
-        asked = pauses != (self.pauses, agent_loop.pauses) or self.pausing or agent_loop.paused
+            returned = complete_rollouts(returned)
+        members = collect(issued, returned, partial=partial, missing=missing, model_step=model_step)
+        asked = pauses != (self.pause.count, agent_loop.pauses) or self.pause.on or agent_loop.paused
         excused = asked or agent_loop.excuses(issued)
-        aborted = None if excused else "the agent loop ended it early (ABORTED) although nobody asked for that"
+        aborted = None if excused else "the agent loop ended it early (ABORTED) although no pause was requested"
         if aborted is not None and any(state.status is Status.ABORTED for state in members):
-            self._cut_short(group_id)
+            self._suspects.cut_short(group_id, now)
         return members, settle_tries(members, issued, self._max_tries, aborted=aborted), None
 
     async def _until_generated(self, generating: asyncio.Future[Any], agent_loop: AgentLoop) -> None:
-        """Wait for `member_timeout_s`, in which time that the engine was away does not count.
-
-        Members of a group are begun together, so those that have not ended then have all had that long.
-        """
+        """Wait for `member_timeout_s`; outages of the engine do not count. All members of a group begin together."""
         clock = asyncio.get_running_loop().time
         began, away_s = clock(), agent_loop.outage_s()
         while not generating.done():
-            left_s = self._timeouts.member_timeout_s + agent_loop.outage_s() - away_s - (clock() - began)
+            left_s = self._settings.timeouts.member_timeout_s + agent_loop.outage_s() - away_s - (clock() - began)
             if left_s <= RESOLUTION_S:
                 return
             await asyncio.wait((generating,), timeout=left_s)
@@ -445,189 +419,13 @@ class Works:
             )  # fmt: skip
         self.figures.dropped_responses += dropped
 
-    async def _call(self, agent_loop: AgentLoop, working: list[RolloutState]) -> object:
-        # In a coroutine of ours, so that one that is no coroutine function fails like any other.
+    async def _generate_group(self, agent_loop: AgentLoop, working: list[RolloutState]) -> object:
+        # A separate coroutine, so that a `generate_group` that is no coroutine function fails like any other.
         continues = any(state.status is not Status.COMPLETED and carries_response(state) for state in working)
         return await agent_loop.generate_group(working, enable_partial_rollout=self._partial or continues)
 
-    def _finished(self, returned: object) -> list[RolloutState]:
-        """The samples of complete rollouts. A rollout is incomplete if one of its segments is."""
-        given = returned if isinstance(returned, (list, tuple)) else ()
-        states = [state for state in given if isinstance(state, RolloutState)]
-        incomplete = [state.rollout_id for state in states if state.status != Status.COMPLETED]
-        return [state for state in states if state.rollout_id not in incomplete]
-
-    def _what_there_is(
-        self, issued: Sequence[RolloutState], returned: object, *, keep: bool = False
-    ) -> list[RolloutState]:
-        """The members of a group that was stopped: those with an answer keep it, partial ones if they can continue.
-
-        `keep`: partial ones keep their tokens also without partial rollout; the same weights continue them.
-        """
-        for state in returned if isinstance(returned, (list, tuple)) else ():
-            if isinstance(state, RolloutState) and state.status == Status.INIT:
-                state.status = Status.ABORTED
-        partial = self._partial or keep
-        members = collect(issued, returned, partial=partial, missing="stopped", stopped=True)
-        settle_tries(members, issued, self._max_tries + 1, spend=False)
-        return members
-
-    async def _cancel(self, future: asyncio.Future[Any], what: str = "agent_loop") -> asyncio.CancelledError | None:
-        """Cancel, and give it a moment to end; a further cancel of ours waits for that, too, and is returned."""
-        future.cancel()
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self._timeouts.cancel_timeout_s
-        cancelled = None
-        while not future.done() and (left_s := deadline - loop.time()) > RESOLUTION_S:
-            try:
-                await asyncio.wait((future,), timeout=left_s)
-            except asyncio.CancelledError as again:
-                cancelled = again
-        if not future.done():
-            log.warning("%s_ignores_cancel task=%s: left behind, its group goes back", what, self.task_name)
-            future.add_done_callback(look_at)
-        else:
-            look_at(future)
-        return cancelled
-
-    async def _judged(
-        self, members: list[RolloutState], stage: Stage
-    ) -> tuple[Judged, str | None, asyncio.CancelledError | None]:
-        """Reward and filter; how it went, the error if it cost a try, and a cancel meanwhile.
-
-        While rewards or filters raise they are called again, with growing delays, and nothing is spent before
-        `judge_give_up_s`. If they fail for all groups, producing ends then, and nothing is spent. A pause shortens the
-        time.
-        """
-        if self._judge.idle or not any(state.status is Status.COMPLETED for state in members):
-            return Judged(), None, None
-        clock = asyncio.get_running_loop().time
-        began, times, failing_since = clock(), 0, None
-        # Over all attempts: a pause must not begin the time of a reward that hangs again.
-        before_s, aside = self._aside.pop(stage.group_id, (0.0, 0))
-        deadline = began + self._timeouts.judge_give_up_s - before_s
-        while True:
-            judged, cancelled = await self._judge_once(members, stage.group_id, max(0.0, deadline - clock()))
-            if judged is None:
-                set_aside(members)
-                self._aside[stage.group_id] = before_s + clock() - began, aside + 1
-                if cancelled is None and aside + 1 >= _MAX_ASIDE:
-                    self._cut_short(stage.group_id)  # pauses waited for it in vain: the next ones shall not
-                return Judged(), None, cancelled
-            self._note_outage(stage, judged)
-            if judged.error is None:
-                return judged, None, cancelled
-            times += 1
-            delay_s = backoff_s(times)
-            failing_since = clock() if failing_since is None else failing_since
-            away_since = self._away_since(stage, judged, began if judged.hung else failing_since)
-            if away_since is not None and judged.passing:
-                deadline = max(deadline, away_since + self._timeouts.judge_give_up_s)
-            if not judged.passing or clock() + delay_s >= deadline - RESOLUTION_S:
-                if away_since is not None:
-                    set_aside(members)
-                    self._break(away_since, judged)
-                    return Judged(), None, cancelled
-                return judged, fail_judging(members, judged, self._max_tries), cancelled
-            stage.note = f"repeated after {judged.error}"
-            try:
-                await asyncio.wait((self._pause_future(),), timeout=delay_s)
-            except asyncio.CancelledError as stopped:
-                cancelled = stopped
-            if cancelled is not None or self.pausing:
-                set_aside(members)
-                self._aside[stage.group_id] = before_s + clock() - began, aside
-                return Judged(), None, cancelled
-
-    async def _judge_once(
-        self, members: list[RolloutState], group_id: int, left_s: float
-    ) -> tuple[Judged | None, asyncio.CancelledError | None]:
-        """One call of the judge, and a cancel meanwhile; None if it was stopped from outside."""
-        keep_rejected = self.exhausted and self._budgets.when_exhausted == "accept"
-        # With a list of its own: one that is left behind must not get hold of what we keep instead.
-        judging = asyncio.ensure_future(self._judge.judge(list(members), keep_rejected=keep_rejected))
-        cancelled, hurried = None, False
-        try:
-            await asyncio.wait((judging, self._pause_future()), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            hurried = self.pausing
-            if not judging.done() and hurried and group_id not in self._suspects:
-                await asyncio.wait((judging,), timeout=self._timeouts.judge_timeout_s)
-        except asyncio.CancelledError as stopped:
-            cancelled = stopped
-        in_time = judging.done()
-        if not in_time:
-            cancelled = await self._cancel(judging, "judging") or cancelled
-        if judging.done() and not judging.cancelled():
-            return judging.result(), cancelled
-        members[:] = [independent(state.__copy__()) for state in members]  # a thread may still change the others
-        if cancelled is not None or (hurried and not in_time):
-            return None, cancelled
-        if not in_time:
-            self._cut_short(group_id)  # no batch waits for its next attempt
-        error = "judging cancelled itself" if in_time else f"not judged within {self._timeouts.judge_give_up_s:g} s"
-        return Judged(error, rewarded=self._judge.reward_fn is None, hung=not in_time), None
-
-    def _note_outage(self, stage: Stage, judged: Judged) -> None:
-        """One line when judging begins to fail, and one when it works again."""
-        now = asyncio.get_running_loop().time()
-        if judged.error is None:
-            if self._judging_failed is not None:
-                seconds = now - self._judging_failed
-                log.warning("judging_works_again task=%s seconds=%.1f", self.task_name, seconds)
-            self._judging_failed = None
-            self._not_judged.clear()
-            self._judged_at = now
-            return
-        if not judged.passing and not judged.hung:
-            return
-        self._not_judged.add(stage.group_id)
-        if self._judging_failed is None:
-            self._judging_failed = max(stage.since, self._judged_at) if judged.hung else now
-            log.warning(
-                "judging_failed task=%s group=%d error=%s: repeated, and nothing is spent, for judge_give_up_s=%g",
-                self.task_name, stage.group_id, judged.error, self._timeouts.judge_give_up_s,
-            )  # fmt: skip
-
-    def _away_since(self, stage: Stage, judged: Judged, since: float) -> float | None:
-        """The time since when judging has failed for several groups and worked for none; None if it has not."""
-        failed = self._judging_failed
-        if not (judged.passing or judged.hung) or failed is None or failed > since + RESOLUTION_S:
-            return None
-        others = self._not_judged - {stage.group_id}
-        if judged.hung:  # the others have not timed out yet
-            began = asyncio.get_running_loop().time() - self._timeouts.judge_give_up_s / 2
-            others |= {other.group_id for other in self.stages if other.name == "judging" and other.since <= began}
-        return failed if others - {stage.group_id} else None
-
-    def _break(self, away_since: float, judged: Judged) -> None:
-        seconds = asyncio.get_running_loop().time() - away_since
-        self.broken = self.broken or RewardUnavailable(
-            f"judging groups of task {self.task_name!r} has failed for {seconds:.0f} s, and worked for none of them "
-            f"(judge_give_up_s={self._timeouts.judge_give_up_s:g}); the last error: {judged.error}. No try was spent, "
-            "and the responses are kept; produce again when the reward or filter works"
-        )
-
-    def forget_outage(self) -> None:
-        """Producing ended because of an outage of the reward: the next call gives the reward its full time again.
-
-        No batch relies on groups for which it failed: if they are the cause, other prompts replace them.
-        """
-        for group_id in self._not_judged:
-            self._cut_short(group_id)
-        self._not_judged.clear()
-        self._judging_failed = None
-        self._aside.clear()
-
-    def _pause_future(self) -> asyncio.Future[None]:
-        loop = asyncio.get_running_loop()
-        if self._pause is None or self._pause.get_loop() is not loop:  # strategies outlive event loops, as buffers do
-            self._pause = loop.create_future()
-            if self.pausing:
-                self._pause.set_result(None)
-        return self._pause
-
     async def _store(self, back: _Return) -> None:
-        """Put a group, without what cannot be stored of it; it is counted in the very turn in which it is back."""
+        """Put a group, without members that cannot be stored; it is counted in the turn in which it is put."""
         members, error = back.members, None
         for resort in ("as it is", "without those that are refused", "without any"):
             try:
@@ -635,7 +433,7 @@ class Works:
                     (members,), self.task_name, model_step=back.model_step, train_step=back.train_step
                 )
             except (LostLease, BufferClosed, DuplicateGroup) as gone:
-                # Someone else has it, the buffer gave back all that was in flight, or a put that failed was done.
+                # Another owner has it, the buffer returned all groups in flight, or an earlier put did succeed.
                 log.info("group_gone task=%s group=%s reason=%s", self.task_name, back.issued[0].group_id, gone)
                 back.tell(members, None, error)
                 return
@@ -659,33 +457,27 @@ class Works:
         self._overran.discard(outcome.group_id)
         if outcome.failed:
             # A pause cancels all running groups at once, for the same reason, so they count as one failure.
-            self.failures_in_a_row += not overran or self._overrun_pause != self.pauses
-            self._overrun_pause = self.pauses if overran else self._overrun_pause
-            self.overran_pause = overran
-            self.failing[outcome.group_id] = outcome.status is Status.FAILED
+            self.failures_in_a_row += not overran or self._overrun_pause != self.pause.count
+            self._overrun_pause = self.pause.count if overran else self._overrun_pause
+            self._overran_pause = overran
+            self._failing[outcome.group_id] = outcome.status is Status.FAILED
             self.last_error = outcome.error
         if outcome.kept is not None:
             self.rejections_in_a_row = 0 if outcome.kept else self.rejections_in_a_row + 1
             self.last_error = self.last_error if outcome.kept else outcome.error or self.last_error
         if outcome.status is Status.COMPLETED:
             self.failures_in_a_row = 0
-            self.failing.clear()
+            self._failing.clear()
         if outcome.status not in (Status.COMPLETED, Status.FAILED, Status.FILTERED, None):
-            if outcome.attempt >= self._tail_after:
+            if outcome.attempt >= self._settings.tail_after:
                 self.stragglers.add(outcome.group_id)
         else:
             self.stragglers.discard(outcome.group_id)
             self._suspects.pop(outcome.group_id, None)
-            self._aside.pop(outcome.group_id, None)
+            self.judging.aside.pop(outcome.group_id, None)
 
 
 def _status_of(record: Record) -> Status | None:
     """The status of a group that was put; None if it was too old, and left at once."""
     ended = record.place is not Place.BUFFERED and record.status not in (Status.FAILED, Status.FILTERED)
     return None if ended else record.status
-
-
-def look_at(future: asyncio.Future[Any]) -> None:
-    """Take note of an exception that nobody else will, so that asyncio does not complain of it."""
-    if not future.cancelled():
-        future.exception()

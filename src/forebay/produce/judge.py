@@ -1,10 +1,10 @@
-"""`Judge`: rewards results, then filters them.
+"""`Judge`: rewards results, then filters them. `Judging`: has the groups of a task judged, through outages and pauses.
 
 Rewards are computed per sample or per group; rewards and filters may be async. Plain functions run in dedicated
 threads, so that a slow one does not block the event loop, unless `on_loop` declares them cheap. A sample is rewarded
 once: members kept from an earlier attempt keep their reward. A group reward is computed again for every attempt, when
 the group is complete. Filters see complete groups only. `judge` sets no status but FILTERED and does not retry: a
-function that raises may depend on an unreachable service, and the caller repeats the call until it gives up.
+function that raises may depend on an unreachable service, so `Judging` repeats the call until it gives up.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from forebay.core.aio import Pool, run_user_code, start_thread
+from forebay.core.aio import RESOLUTION_S, Pool, run_user_code, start_thread
 from forebay.core.rollout import RolloutState, Status, group_reward
 from forebay.core.validate import checked_integer
-from forebay.errors import InvalidConfig, InvalidInput
+from forebay.errors import InvalidConfig, InvalidInput, RewardUnavailable
 from forebay.produce.filters import Filter, is_cheap
-from forebay.produce.members import is_answered, leave_unjudged
+from forebay.produce.members import fail_judging, set_aside
+from forebay.produce.plan import StrategySettings, Suspects, backoff_s
+from forebay.produce.stats import Stage
+from forebay.prompts.sources import independent
 
-__all__ = ["GroupReward", "Judge", "Judged", "SampleReward", "fail_judging", "set_aside"]
+__all__ = ["GroupReward", "Judge", "Judged", "Judging", "Pause", "SampleReward"]
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +38,18 @@ Score: TypeAlias = "float | dict[str, Any] | None"
 SampleReward: TypeAlias = Callable[[RolloutState], "Score | Awaitable[Score]"]
 GroupReward: TypeAlias = Callable[[list[RolloutState]], "Sequence[Score] | Awaitable[Sequence[Score]] | None"]
 
+Judgement: TypeAlias = "tuple[Judged, str | None, asyncio.CancelledError | None]"
+
 _LONG_CALL_S = 0.05
+_MAX_ASIDE = 3  # pauses that a group is judged over before it is a suspect
 
 
 class Judged(NamedTuple):
     """The result of judging. `error`: the exception, or the problem with a score or verdict.
 
     `passing`: it may be an outage, so judging can be repeated. `rewarded`: the rewards were given, and a later step
-    failed. `rejected`: the reason of a filter. `hung`: it did not end in time.
+    failed. `rejected`: the reason of a filter. `hung`: it did not end in time. `outage`: judging fails for all groups,
+    so that producing has to end.
     """
 
     error: str | None = None
@@ -50,6 +57,36 @@ class Judged(NamedTuple):
     rewarded: bool = False
     rejected: str | None = None
     hung: bool = False
+    outage: RewardUnavailable | None = None
+
+
+class Pause:
+    """Whether a task is to stop. A pause ends waits, shortens judging, and keeps new groups from being started."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.count = 0  # pauses so far
+        self.overdue: str | None = None  # the limit of a pause, which cancels the attempts that did not end within it
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def begin(self) -> None:
+        self.on = True
+        self.count += 1
+        for waiter in self._waiters:
+            if not waiter.done() and not waiter.get_loop().is_closed():
+                waiter.set_result(None)
+
+    async def wait(self, timeout_s: float, *others: asyncio.Future[Any]) -> None:
+        """Until a pause begins, one of the others is done, or for `timeout_s`."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        if self.on:
+            waiter.set_result(None)
+        try:
+            await asyncio.wait((waiter, *others), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._waiters.discard(waiter)
+            waiter.cancel()
 
 
 class Judge:
@@ -240,36 +277,161 @@ def _stepwise(work: Coroutine[Any, Any, Any], note: Callable[[float], None]) -> 
             value, error = None, raised
 
 
-def set_aside(members: Sequence[RolloutState]) -> None:
-    """Judging was stopped by a pause or a cancel: answered members are judged on their retry, and spend no try."""
-    for state in members:
-        if is_answered(state):
-            leave_unjudged(state)
+class Judging:
+    """Has the groups of one task judged.
 
+    While rewards or filters raise they are called again, with growing delays, and nothing is spent before
+    `judge_give_up_s`. If they fail for all groups, producing ends then, and nothing is spent. A pause shortens the
+    time; a group that it stops is judged on its retry.
+    """
 
-def fail_judging(members: Sequence[RolloutState], judged: Judged, max_tries: int) -> str:
-    """Judging was given up: members that are not judged spend a try and wait for a retry. Returns the error."""
-    error = judged.error or "it could not be judged"
-    for state in members:
-        if is_answered(state) and (judged.rewarded or state.reward is None):
-            state.num_tries += 1
-            leave_unjudged(state)
-            state.error_msg = error
-            if state.num_tries >= max_tries:
-                state.status = Status.FAILED
-    return error
+    def __init__(
+        self,
+        task_name: str,
+        judge: Judge,
+        settings: StrategySettings,
+        pause: Pause,
+        suspects: Suspects,
+        keep_rejected: Callable[[], bool],
+        stages: Callable[[], Sequence[Stage]],
+    ) -> None:
+        self.judge = judge
+        self._task_name = task_name
+        self._timeouts = settings.timeouts
+        self._max_tries = settings.max_tries
+        self._pause = pause
+        self._suspects = suspects
+        self._keep_rejected = keep_rejected
+        self._stages = stages
+        self._failing_since: float | None = None  # since when rewards or filters raise
+        self._failed: set[int] = set()  # groups for which they have raised since then
+        self._worked_at = 0.0  # when judging worked last
+        self.aside: dict[int, tuple[float, int]] = {}  # how long groups were judged, and how often set aside
+
+    async def run(self, members: list[RolloutState], stage: Stage) -> Judgement:
+        """Reward and filter a group; the result, the error if it cost a try, and a cancel meanwhile."""
+        clock, group_id = asyncio.get_running_loop().time, stage.group_id
+        began, times, failing_since = clock(), 0, None
+        # Over all attempts: a pause must not begin the time of a reward that hangs again.
+        before_s, aside = self.aside.pop(group_id, (0.0, 0))
+        deadline = began + self._timeouts.judge_give_up_s - before_s
+        while True:
+            judged, cancelled = await self._call(members, group_id, max(0.0, deadline - clock()))
+            if judged is None:
+                set_aside(members)
+                self.aside[group_id] = before_s + clock() - began, aside + 1
+                if cancelled is None and aside + 1 >= _MAX_ASIDE:
+                    self._suspects.cut_short(group_id, clock())  # pauses waited for it in vain: the next ones shall not
+                return Judged(), None, cancelled
+            self._note_outage(stage, judged)
+            if judged.error is None:
+                return judged, None, cancelled
+            times += 1
+            delay_s = backoff_s(times)
+            failing_since = clock() if failing_since is None else failing_since
+            away_since = self._away_since(group_id, judged, began if judged.hung else failing_since)
+            if away_since is not None and judged.passing:
+                deadline = max(deadline, away_since + self._timeouts.judge_give_up_s)
+            if not judged.passing or clock() + delay_s >= deadline - RESOLUTION_S:
+                if away_since is not None:
+                    set_aside(members)
+                    return Judged(outage=self._outage(clock() - away_since, judged)), None, cancelled
+                return judged, fail_judging(members, judged.error, self._max_tries, rewarded=judged.rewarded), cancelled
+            stage.note = f"repeated after {judged.error}"
+            try:
+                await self._pause.wait(delay_s)
+            except asyncio.CancelledError as stopped:
+                cancelled = stopped
+            if cancelled is not None or self._pause.on:
+                set_aside(members)
+                self.aside[group_id] = before_s + clock() - began, aside
+                return Judged(), None, cancelled
+
+    async def _call(
+        self, members: list[RolloutState], group_id: int, left_s: float
+    ) -> tuple[Judged | None, asyncio.CancelledError | None]:
+        """One call of the judge, and a cancel meanwhile; None if it was stopped from outside."""
+        hurried = False
+
+        async def until(judging: asyncio.Future[Any]) -> None:
+            nonlocal hurried
+            await self._pause.wait(left_s, judging)
+            hurried = self._pause.on
+            if not judging.done() and hurried and group_id not in self._suspects:
+                await asyncio.wait((judging,), timeout=self._timeouts.judge_timeout_s)
+
+        # With a separate list: a call that is left behind must not change the list that we keep.
+        judging = self.judge.judge(list(members), keep_rejected=self._keep_rejected())
+        call = await run_user_code(judging, until=until, cancel_timeout_s=self._timeouts.cancel_timeout_s)
+        if call.future.done() and not call.future.cancelled():
+            return call.future.result(), call.cancelled
+        members[:] = [independent(state.__copy__()) for state in members]  # a thread may still change the others
+        if call.cancelled is not None or (hurried and not call.in_time):
+            return None, call.cancelled
+        if call.in_time:
+            return Judged("judging cancelled itself", rewarded=self.judge.reward_fn is None), None
+        self._suspects.cut_short(group_id, asyncio.get_running_loop().time())  # no batch waits for its next attempt
+        error = f"not judged within {self._timeouts.judge_give_up_s:g} s"
+        return Judged(error, rewarded=self.judge.reward_fn is None, hung=True), None
+
+    def _note_outage(self, stage: Stage, judged: Judged) -> None:
+        """Log once when judging begins to fail, and once when it works again."""
+        now = asyncio.get_running_loop().time()
+        if judged.error is None:
+            if self._failing_since is not None:
+                log.warning("judging_works_again task=%s seconds=%.1f", self._task_name, now - self._failing_since)
+            self._failing_since = None
+            self._failed.clear()
+            self._worked_at = now
+        elif judged.passing or judged.hung:
+            self._failed.add(stage.group_id)
+            if self._failing_since is None:
+                self._failing_since = max(stage.since, self._worked_at) if judged.hung else now
+                log.warning(
+                    "judging_failed task=%s group=%d error=%s: repeated, and nothing is spent, for judge_give_up_s=%g",
+                    self._task_name, stage.group_id, judged.error, self._timeouts.judge_give_up_s,
+                )  # fmt: skip
+
+    def _away_since(self, group_id: int, judged: Judged, since: float) -> float | None:
+        """The time since when judging has failed for several groups and worked for none; None if it has not."""
+        failed = self._failing_since
+        if not (judged.passing or judged.hung) or failed is None or failed > since + RESOLUTION_S:
+            return None
+        others = set(self._failed)
+        if judged.hung:  # the others have not timed out yet
+            began = asyncio.get_running_loop().time() - self._timeouts.judge_give_up_s / 2
+            others |= {stage.group_id for stage in self._stages() if stage.name == "judging" and stage.since <= began}
+        return failed if others - {group_id} else None
+
+    def _outage(self, seconds: float, judged: Judged) -> RewardUnavailable:
+        return RewardUnavailable(
+            f"judging groups of task {self._task_name!r} has failed for {seconds:.0f} s, and worked for none of them "
+            f"(judge_give_up_s={self._timeouts.judge_give_up_s:g}); the last error: {judged.error}. No try was spent, "
+            "and the responses are kept; produce again when the reward or filter works"
+        )
+
+    def forget_outage(self) -> None:
+        """Producing ended because of an outage of the reward: the next call gives the reward its full time again.
+
+        No batch relies on groups for which it failed: if they are the cause, other prompts replace them.
+        """
+        for group_id in self._failed:
+            self._suspects.cut_short(group_id, asyncio.get_running_loop().time())
+        self._failed.clear()
+        self._failing_since = None
+        self.aside.clear()
 
 
 def _key(function: Callable[[Any], Any], argument: Any) -> Any:
     """Identifies a call: the function, and the answers that it judges."""
     states = argument if isinstance(argument, list) else [argument]
-    return id(function), isinstance(argument, list), tuple(_answer_key(state) for state in states)
-
-
-def _answer_key(state: RolloutState) -> Any:
-    if state.rollout_id is None or state.response is None:
-        return id(state)
-    return state.task_name, state.rollout_id, state.segment, state.response
+    answers = [
+        (state.task_name, state.rollout_id, state.segment, state.response)
+        if state.rollout_id is not None and state.response is not None
+        else id(state)
+        for state in states
+    ]
+    return id(function), isinstance(argument, list), tuple(answers)
 
 
 class _BadReward(InvalidInput):

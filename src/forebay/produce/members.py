@@ -39,13 +39,16 @@ __all__ = [
     "MOST_LOGPROB",
     "check_contents",
     "collect",
+    "complete_rollouts",
+    "fail_judging",
     "is_answered",
-    "leave_unjudged",
     "new_rewards",
     "new_tokens",
     "prepare",
     "refused_members",
+    "set_aside",
     "settle_tries",
+    "stopped_members",
     "untrusted_responses",
 ]
 
@@ -55,9 +58,24 @@ def is_answered(state: RolloutState) -> bool:
     return state.status is Status.COMPLETED or (state.status is Status.ABORTED and state.unjudged)
 
 
-def leave_unjudged(state: RolloutState) -> None:
-    """Keep an answered sample for judging on its retry: it is drawn again as ABORTED, and not generated again."""
-    state.status, state.unjudged = Status.ABORTED, True
+def set_aside(members: Sequence[RolloutState]) -> None:
+    """Keep answered members for judging on their retry: they are drawn again as ABORTED, and not generated again."""
+    for state in members:
+        if is_answered(state):
+            state.status, state.unjudged = Status.ABORTED, True
+
+
+def fail_judging(members: Sequence[RolloutState], error: str, max_tries: int, *, rewarded: bool) -> str:
+    """Judging was given up: members that are not judged spend a try and wait for a retry. Returns the error.
+
+    `rewarded`: all members have their rewards, and a later step failed.
+    """
+    for state in members:
+        if is_answered(state) and (rewarded or state.reward is None):
+            state.num_tries += 1
+            state.status = Status.FAILED if state.num_tries >= max_tries else Status.ABORTED
+            state.unjudged, state.error_msg = True, error
+    return error
 
 
 def untrusted_responses(group: Sequence[RolloutState]) -> int:
@@ -82,7 +100,9 @@ def prepare(
             continue
         state = min(samples, key=lambda sample: sample.segment)
         continues = len(samples) == 1 and state.status is Status.ABORTED and carries_response(state)
-        continues = continues and (partial or _is_of(state, model_step))
+        if continues and not partial:
+            tokens = versioned_tokens(state)
+            continues = bool(tokens) and state.version_spans == ((model_step, tokens),)
         if not continues and not is_as_issued(state):
             prompt = state.issued
             state = reset_response(state)
@@ -90,12 +110,6 @@ def prepare(
         state.status, state.finish_reason, state.error_msg, state.unjudged = Status.INIT, None, None, False
         issued.append(state)
     return issued, [independent(state.__copy__()) for state in issued]
-
-
-def _is_of(state: RolloutState, model_step: int | None) -> bool:
-    """Whether a sample has tokens, and the weights of this step generated all of them."""
-    tokens = versioned_tokens(state)
-    return bool(tokens) and state.version_spans == ((model_step, tokens),)
 
 
 def _rollouts(group: Sequence[RolloutState]) -> list[list[RolloutState]]:
@@ -126,7 +140,10 @@ def collect(
         if isinstance(state, RolloutState) and isinstance(state.rollout_id, (int, np.integer)):
             answers.setdefault(int(state.rollout_id), []).append(state)
     members: list[RolloutState] = []
-    sound = _is_sound([state for states in answers.values() for state in states], issued[0], model_step)
+    every = [state for states in answers.values() for state in states]
+    sound = (
+        _problem(issued[0], every, model_step) is None
+    )  # one check for all of them is cheaper, and nearly always passes
     for prompts in _rollouts(issued):
         given = answers.get(prompts[0].rollout_id, ())
         if all(prompt.status is Status.COMPLETED for prompt in prompts):
@@ -136,6 +153,24 @@ def collect(
         else:
             members += _answered(prompts[0], given, partial, missing, sound, model_step)
     return members
+
+
+def stopped_members(issued: Sequence[RolloutState], returned: object, *, partial: bool) -> list[RolloutState]:
+    """The members of a group that was stopped: those with an answer keep it, partial ones if they can continue."""
+    for state in returned if isinstance(returned, (list, tuple)) else ():
+        if isinstance(state, RolloutState) and state.status == Status.INIT:
+            state.status = Status.ABORTED
+    members = collect(issued, returned, partial=partial, missing="stopped", stopped=True)
+    settle_tries(members, issued, spend=False)
+    return members
+
+
+def complete_rollouts(returned: object) -> list[RolloutState]:
+    """The samples of complete rollouts. A rollout is incomplete if one of its segments is."""
+    given = returned if isinstance(returned, (list, tuple)) else ()
+    states = [state for state in given if isinstance(state, RolloutState)]
+    incomplete = [state.rollout_id for state in states if state.status != Status.COMPLETED]
+    return [state for state in states if state.rollout_id not in incomplete]
 
 
 def _answered(
@@ -195,11 +230,6 @@ def _continues(answer: RolloutState, prompt: RolloutState) -> bool:
     return before is not None and after is not None and list(after[: len(before)]) == list(before)
 
 
-def _is_sound(answers: Sequence[RolloutState], prompt: RolloutState, model_step: int | None) -> bool:
-    """Whether all answers are valid. One check for all of them is cheaper, and nearly always succeeds."""
-    return bool(answers) and _problem(prompt, answers, model_step) is None
-
-
 def _problem(prompt: RolloutState, answers: Sequence[RolloutState], model_step: int | None) -> str | None:
     """The problem with the answers to one member, or None."""
     if not answers:
@@ -230,7 +260,7 @@ _STATUSES = (Status.COMPLETED, Status.ABORTED, Status.FAILED, Status.FILTERED, S
 def settle_tries(
     members: Sequence[RolloutState],
     issued: Sequence[RolloutState],
-    max_tries: int,
+    max_tries: int = 1,
     *,
     spend: bool = True,
     aborted: str | None = None,
@@ -246,15 +276,15 @@ def settle_tries(
         interrupted = aborted is not None and state.status is Status.ABORTED and not state.unjudged
         if state.status is not Status.FAILED and not interrupted:
             continue
-        state.num_tries = tries[state.rollout_id] + (1 if spend else 0)
-        if interrupted:
-            state.error_msg = aborted
+        state.num_tries = tries[state.rollout_id] + spend
+        state.error_msg = aborted if interrupted else state.error_msg
         last = state.error_msg or "failed"
         if not spend:
             state.error_msg = None
-        state.status = Status.ABORTED if state.num_tries < max_tries else Status.FAILED
-        if state.status is Status.ABORTED:
-            state.finish_reason = None
+        if not spend or state.num_tries < max_tries:
+            state.status, state.finish_reason = Status.ABORTED, None
+        else:
+            state.status = Status.FAILED
     return last
 
 

@@ -1,4 +1,4 @@
-"""Settings of producing, and its arithmetic: how many groups to keep in flight, and which to draw first.
+"""Settings of producing, and its arithmetic: how many groups to keep in flight, which to draw first, which to delay.
 
 B is the batch size of a task, T its cumulative target, A the number of groups available toward it (buffered COMPLETED +
 leased + trained), E the number of groups that wait to be generated again from their prompt (buffered EXPIRED, and
@@ -13,21 +13,23 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-from forebay.core.rollout import Status
+from forebay.core.rollout import DRAWABLE, Status
+from forebay.core.staleness import Limits, stale_threshold
 from forebay.core.validate import checked_integer, positive_seconds
-from forebay.errors import InvalidConfig
+from forebay.errors import InvalidConfig, TooManyRejections
 
 __all__ = [
     "Budgets",
     "Plan",
+    "StrategySettings",
+    "Suspects",
     "Timeouts",
     "acceptance",
     "backoff_s",
-    "checked_budgets",
-    "checked_timeouts",
     "make_plan",
     "over_issue",
     "to_start",
+    "too_many_rejections",
     "waiting_again",
 ]
 
@@ -89,18 +91,62 @@ class Budgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return 20 * max(1, batch_size)
 
 
-def checked_timeouts(timeouts: Timeouts | None) -> Timeouts:
-    """The timeouts, or the default ones; InvalidConfig for any other type."""
-    if timeouts is not None and not isinstance(timeouts, Timeouts):
-        raise InvalidConfig(f"timeouts is {timeouts!r:.80}; expected forebay.Timeouts(...) or None")
-    return Timeouts() if timeouts is None else timeouts
+def too_many_rejections(task_name: str, groups: int, reason: str | None, *, skip: bool = False) -> TooManyRejections:
+    """The error for a task whose groups are all filtered. `skip`: there is no other task to skip it for."""
+    found = " when_exhausted='skip' found no other task to produce instead." if skip else ""
+    advice = "add a task, or use when_exhausted='accept'" if skip else "or choose another when_exhausted"
+    return TooManyRejections(
+        f"{groups} groups of task {task_name!r} in a row were filtered, and none was kept; the last reason: {reason}."
+        f"{found} Loosen the filter, change the prompts, raise max_consecutive_rejections, {advice}"
+    )
 
 
-def checked_budgets(budgets: Budgets | None) -> Budgets:
-    """The budgets, or the default ones; InvalidConfig for any other type."""
-    if budgets is not None and not isinstance(budgets, Budgets):
-        raise InvalidConfig(f"budgets is {budgets!r:.80}; expected forebay.Budgets(...) or None")
-    return Budgets() if budgets is None else budgets
+class StrategySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a strategy produces, as plain data. The arguments of `AsyncProduceStrategy` say what each setting means."""
+
+    over_sample_threshold: float = 0.0
+    enable_partial_rollout: bool = False
+    max_staleness: int = 0
+    max_token_staleness: int | None = None
+    tail_batch_trigger_size: int = 0
+    tail_after: int = 3
+    max_tries: int = 3
+    timeouts: Timeouts = Timeouts()
+    budgets: Budgets = Budgets()
+
+    def __post_init__(self) -> None:
+        share = self.over_sample_threshold
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < math.inf:
+            raise InvalidConfig(f"over_sample_threshold is {share!r}; expected a number from 0")
+        for name, least in (("max_staleness", 0), ("tail_batch_trigger_size", -1), ("tail_after", 1), ("max_tries", 1)):
+            checked_integer(name, getattr(self, name), least=least)
+        for name, kind in (("timeouts", Timeouts), ("budgets", Budgets)):
+            if not isinstance(getattr(self, name), kind):
+                found = f"{name} is {getattr(self, name)!r:.80}"
+                raise InvalidConfig(f"{found}; expected forebay.{kind.__name__}(...) or None")
+        if self.max_token_staleness is not None:
+            checked_integer("max_token_staleness", self.max_token_staleness, least=0)
+            if self.max_token_staleness > self.max_staleness:
+                raise InvalidConfig(
+                    f"max_token_staleness={self.max_token_staleness} is over max_staleness={self.max_staleness}: a "
+                    "sample would expire before any of its tokens is masked; lower it"
+                )
+
+    def over_issue(self, batch_size: int) -> int:
+        """The number of groups to start beyond the target."""
+        return over_issue(self.over_sample_threshold, batch_size)
+
+    def limits(self, sync_weights_interval: int) -> Limits:
+        """How old groups may grow if the weights are updated every `sync_weights_interval` train steps."""
+        threshold = stale_threshold(self.max_staleness, sync_weights_interval)
+        if self.enable_partial_rollout and threshold == 1:
+            raise InvalidConfig(
+                "enable_partial_rollout with a stale threshold of 1 would throw every continued token away; raise "
+                f"max_staleness (it is {self.max_staleness}) or sync_weights_interval (it is {sync_weights_interval})"
+            )
+        token = self.max_token_staleness
+        token_threshold = None if token is None else stale_threshold(token, sync_weights_interval)
+        return Limits(threshold, token_threshold, self.tail_batch_trigger_size >= 0)
 
 
 def backoff_s(times: int) -> float:
@@ -110,6 +156,15 @@ def backoff_s(times: int) -> float:
     [0.5, 1.0, 2.0, 30.0, 30.0]
     """
     return min(_FIRST_DELAY_S * 2.0 ** min(times - 1, 16), _MAX_DELAY_S)
+
+
+class Suspects(dict[int, tuple[int, float]]):
+    """Groups whose last attempt was cut short: how often in a row, and until when they rest, by group id."""
+
+    def cut_short(self, group_id: int, now: float) -> None:
+        """Have a group rest before its next attempt, longer each time."""
+        times = self.get(group_id, (0, 0.0))[0] + 1
+        self[group_id] = times, now + backoff_s(times)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -157,7 +212,7 @@ def make_plan(*, trigger: int, waiting: int, partial: bool, budget: int) -> Plan
     tail = trigger > 0 and waiting >= trigger
     # At 0, groups that are returned while the batch is produced are drawn at once, too.
     if trigger == 0 or tail:
-        statuses: tuple[Status, ...] = (Status.INIT, Status.EXPIRED, Status.ABORTED)
+        statuses: tuple[Status, ...] = DRAWABLE
     elif partial or trigger < 0:
         # An interrupted group that keeps its tokens continues at once; at -1 no tail batch would ever draw it.
         statuses = (Status.INIT, Status.ABORTED)

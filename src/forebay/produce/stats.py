@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Protocol, TextIO
@@ -19,17 +19,19 @@ import msgspec
 from msgspec.structs import replace
 
 from forebay.core.rollout import Status
-from forebay.errors import DamagedData
 
 __all__ = [
     "COUNTERS",
+    "STAGES",
     "Figures",
     "NoProgress",
     "Outcome",
     "Progress",
+    "Stage",
     "TerminalProgress",
     "bar",
     "default_progress",
+    "mean",
     "quantile",
 ]
 
@@ -38,6 +40,19 @@ log = logging.getLogger(__name__)
 _TIMES_KEPT = 4096
 _REWARDS_KEPT = 1024
 _VERDICTS_KEPT = 256
+
+
+STAGES = ("resting", "generating", "judging", "storing")
+
+
+class Stage(msgspec.Struct):
+    """The stage of a group in flight, and since when on the clock of the event loop."""
+
+    group_id: int
+    attempt: int
+    name: str  # one of STAGES
+    since: float
+    note: str = ""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,11 +152,8 @@ class Figures(msgspec.Struct, kw_only=True):
     def load(self, counters: Mapping[str, float]) -> None:
         """Continue from counters of a checkpoint."""
         for name in COUNTERS:
-            value = counters.get(name, 0)
             kind = float if name.endswith("_s") or name == "reward_sum" else int
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise DamagedData(f"the counter {name!r} in a checkpoint is {value!r:.80}; expected a number")
-            setattr(self, name, kind(value))
+            setattr(self, name, kind(counters.get(name, 0)))
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -154,30 +166,30 @@ class Figures(msgspec.Struct, kw_only=True):
 
         Quantiles are over the last 4,096 groups, the reward over the last 1,024 samples, before filtering.
         """
-        times = sorted(self.times_s)
         hidden = ("reward_sum", "reward_count", "timed")
-        values: dict[str, float] = {name: getattr(self, name) for name in COUNTERS if name not in hidden}
-        values["in_flight"] = in_flight
-        if times:
-            values |= {"group_p50_s": quantile(times, 0.5), "group_p99_s": quantile(times, 0.99)}
-        if self.rewards:
-            values["raw_reward_mean"] = sum(self.rewards) / len(self.rewards)
-        if self.acceptance_rate is not None:
-            values["acceptance_rate"] = self.acceptance_rate
-        return {f"forebay/{task_name}/produce/{name}": value for name, value in values.items()}
+        values = {name: getattr(self, name) for name in COUNTERS if name not in hidden} | {"in_flight": in_flight}
+        values["group_p50_s"], values["group_p99_s"] = quantile(self.times_s, 0.5), quantile(self.times_s, 0.99)
+        values["raw_reward_mean"] = mean(self.rewards)
+        values["acceptance_rate"] = self.acceptance_rate
+        return {f"forebay/{task_name}/produce/{name}": value for name, value in values.items() if value is not None}
 
 
 COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in ("times_s", "rewards", "verdicts"))
 
 
-def quantile(ordered: Iterable[float], share: float) -> float:
-    """The value below which this share of sorted values lies.
+def quantile(values: Iterable[float], share: float) -> float | None:
+    """The value below which this share of the values lies; None if there are none.
 
-    >>> quantile([1, 2, 3, 4], 0.5), quantile([1, 2, 3, 4], 0.99)
-    (3, 4)
+    >>> quantile([3, 1, 2, 4], 0.5), quantile([1, 2, 3, 4], 0.99), quantile([], 0.5)
+    (3, 4, None)
     """
-    values = list(ordered)
-    return values[min(len(values) - 1, int(len(values) * share))]
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else None
+
+
+def mean(values: Collection[float]) -> float | None:
+    """The mean; None if there are no values."""
+    return sum(values) / len(values) if values else None
 
 
 _DRAW_INTERVAL_S = 0.1

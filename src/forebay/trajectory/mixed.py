@@ -1,7 +1,7 @@
 """Batches from several buffers: online experience and demonstrations, in given shares.
 
 A batch has exactly the size that was asked for. Shares are kept by the rule that shares the seats of a batch among
-tasks (`forebay.manager.allocation`): what a batch could not divide is made up for by the next ones. Rows are grouped by
+tasks (`forebay.manager.schedule`): what a batch could not divide is made up for by the next ones. Rows are grouped by
 source and gathered straight into their place; `source` says which buffer a row is from, by its position in the dict.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from forebay.core.validate import checked_integer
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput
-from forebay.manager.allocation import Credits, allocate, load_credits, save_credits
+from forebay.manager.schedule import Credits, allocate, load_credits, save_credits
 from forebay.trajectory.buffer import TrajectoryReplayBuffer
 from forebay.trajectory.data import dotted
 from forebay.trajectory.restore import Shard, keyed_random, random_state, restored_random
