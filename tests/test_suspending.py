@@ -11,7 +11,7 @@ import pytest
 
 from forebay import BufferClosed, ForebayError, LostLease, MemoryStorage, ReplayBuffer, Status, sample_staleness
 from forebay.buffer.internal import internals
-from forebay.storage.base import Storage
+from forebay.storage.base import OPERATIONS, Storage
 from forebay.testing import make_group
 from tests.processes import HANG_S
 from tests.support import closed_ledger
@@ -34,7 +34,7 @@ def suspending(seed: int) -> MemoryStorage:
 
         return suspended
 
-    for name in Storage.__abstractmethods__ - {"beat", "subscribe", "__len__"}:
+    for name in {*OPERATIONS, *Storage.__abstractmethods__} - {"beat", "subscribe", "__len__"}:
         setattr(storage, name, wrapped(getattr(storage, name), undone=name == "claim"))
     return storage
 
