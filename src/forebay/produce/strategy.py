@@ -22,6 +22,7 @@ from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.explain import full_pools
 from forebay.buffer.internal import internals
 from forebay.core.aio import DATA, run_user_code
+from forebay.core.capacity import check_ever_fits
 from forebay.core.ledger import Clock, End, Place
 from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.staleness import staleness
@@ -186,11 +187,7 @@ class ProduceStrategy:
             raise InvalidInput(f"agent_loop is {agent_loop!r:.80}; expected an AgentLoop")
         checked_task(task_name)
         checked_integer("batch_size", batch_size, least=0)
-        limit = self.replay_buffer.max_groups
-        if limit is not None and batch_size > limit:
-            raise InvalidConfig(
-                f"a batch of {batch_size} groups never fits into a buffer of max_groups={limit}; raise max_groups"
-            )
+        check_ever_fits(self._internals.session.settings, batch_size)
         task = self._task(task_name)
         if task.producing:
             raise InvalidInput(f"task {task_name!r} is being produced already; one call at a time")
@@ -200,6 +197,7 @@ class ProduceStrategy:
             while task.pausing:
                 await asyncio.wait(tuple(task.pausing))
             task.works.batch_size = max(1, batch_size)
+            limit = self.replay_buffer.max_groups
             if demand.spare is None and limit is not None:
                 demand = demand._replace(spare=limit - batch_size - self.settings.over_issue(batch_size))
             return await self._produce(task, demand)

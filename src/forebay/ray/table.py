@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import enum
 import inspect
-from abc import update_abstractmethods
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from functools import wraps
 from types import UnionType
 from typing import Any, ClassVar, Protocol, get_args, get_origin
 
 from forebay.core.capacity import Settings
 from forebay.core.ledger import Account, Row
 from forebay.core.query import Node
+from forebay.storage import base
 from forebay.storage.base import Claim, Reaped, Storage
 
 __all__ = ["OPERATIONS", "Operation", "Route", "TableStorage"]
@@ -117,26 +116,14 @@ class TableStorage(Storage):
     async def _run(self, operation: Operation, arguments: tuple[Any, ...]) -> Any:
         raise NotImplementedError
 
+    async def _perform(self, operation: base.Operation, /, *args: Any, **kwargs: Any) -> Any:
+        row = OPERATIONS[operation.name]
+        return await self._run(row, row.bound(args, kwargs))
+
     async def reap(self) -> Reaped:
         return Reaped({}, None)
 
 
-def _method(operation: Operation, contract: Callable[..., Any]) -> Any:
-    @wraps(contract)
-    async def call(self: TableStorage, /, *args: Any, **kwargs: Any) -> Any:
-        return await self._run(operation, operation.bound(args, kwargs))
-
-    call.__isabstractmethod__ = False  # type: ignore[attr-defined]
-    return call
-
-
-OPERATIONS: dict[str, Operation] = {}
+OPERATIONS = {name: Operation(getattr(Storage, name)) for name in base.OPERATIONS}
 """All operations that a host knows, by name."""
-
-for _name in TableStorage.__abstractmethods__ - {"snapshot", "restore"}:  # not these: their rows are streams
-    _contract = getattr(Storage, _name)
-    if inspect.iscoroutinefunction(_contract):
-        OPERATIONS[_name] = Operation(_contract)
-        setattr(TableStorage, _name, _method(OPERATIONS[_name], _contract))
-update_abstractmethods(TableStorage)  # type: ignore[type-abstract]
 OPERATIONS |= {name: Operation(method) for name, method in vars(HostOperations).items() if not name.startswith("_")}
