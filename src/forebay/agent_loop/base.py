@@ -43,8 +43,6 @@ from forebay.core.rollout import RolloutState, Status, carries_response, finish_
 from forebay.errors import EngineUnavailable, ForebayError, InvalidConfig, InvalidGroup, InvalidInput
 from forebay.prompts.sources import independent, start_again
 
-__all__ = ["AgentLoop", "FunctionAgentLoop", "done_or_paused", "failed_member"]
-
 log = logging.getLogger(__name__)
 
 

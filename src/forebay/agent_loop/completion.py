@@ -22,8 +22,6 @@ import numpy as np
 from forebay.core.rollout import RolloutState, SampleParams, Status, TokenColumn, VersionSpans, finish_status
 from forebay.errors import InvalidInput
 
-__all__ = ["TRANSIENT_STATUSES", "Answer", "EventReader", "Interrupted", "Piece", "WrongAnswer", "merged", "read_piece"]
-
 _SEED_STEP = 1_000_003
 TRANSIENT_STATUSES = frozenset((408, 425, 429, 500, 502, 503, 504))
 

@@ -30,8 +30,6 @@ import msgspec
 from forebay.core.aio import ignore_exception
 from forebay.errors import EngineError, EngineRestarted
 
-__all__ = ["AnotherProcess", "Engine", "EngineGone", "Fetch", "Process", "ServerMonitor", "Unreachable", "is_step"]
-
 log = logging.getLogger(__name__)
 
 _START_TIME = re.compile(rb"^process_start_time_seconds(?:\{[^}]*\})? ([0-9.eE+]+)\s*$", re.MULTILINE)

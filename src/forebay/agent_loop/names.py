@@ -16,8 +16,6 @@ import httpx
 
 from forebay.core.aio import Pool, start_thread
 
-__all__ = ["NamedHosts"]
-
 _FRESH_S = 30.0
 _RESOLVER = Pool("names", 8, "host names")
 

@@ -58,8 +58,6 @@ from forebay.core.rollout import RolloutState, SampleParams, Status
 from forebay.core.validate import integer_setting, positive_seconds
 from forebay.errors import EngineError, InvalidConfig, InvalidInput
 
-__all__ = ["OpenAIAgentLoop"]
-
 log = logging.getLogger(__name__)
 
 _MAX_DELAY_S = 30.0

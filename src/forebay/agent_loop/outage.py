@@ -17,8 +17,6 @@ from forebay.core.aio import RESOLUTION_S, ignore_exception
 from forebay.core.validate import positive_seconds
 from forebay.errors import EngineUnavailable
 
-__all__ = ["DOWN_TIMEOUT_S", "GATEWAY_STATUSES", "Outage", "caused_by", "is_outage"]
-
 log = logging.getLogger(__name__)
 
 DOWN_TIMEOUT_S = 600.0

@@ -22,8 +22,6 @@ from forebay.agent_loop.monitor import Fetch, Unreachable
 from forebay.agent_loop.outage import caused_by
 from forebay.errors import InvalidConfig
 
-__all__ = ["authorization", "checked_url", "fetch", "is_refused", "raw", "read_into", "same_server", "until_idle"]
-
 log = logging.getLogger(__name__)
 
 _TIMEOUT = httpx.Timeout(30.0, connect=5.0)

@@ -24,8 +24,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
 from forebay.core import aio
 from forebay.errors import BufferClosed, ForebayError, WrongEventLoop
 
-__all__ = ["Call", "Facade", "LoopOwner", "LoopThread", "blocking", "on_loop", "result_of"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -38,8 +38,6 @@ from forebay.core.validate import check_group, checked_priority, plain_columns
 from forebay.errors import InvalidGroup, UnsupportedPayload
 from forebay.storage.base import Arrival, Content, Revision, Storage, Summary
 
-__all__ = ["Expiry", "admit", "content_of", "lost_reason", "needs_values", "resolve_arrival", "resolve_content"]
-
 log = logging.getLogger(__name__)
 
 

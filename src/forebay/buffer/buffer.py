@@ -41,8 +41,6 @@ from forebay.errors import InvalidConfig, InvalidInput
 from forebay.storage.base import Ready, Storage
 from forebay.storage.local.memory import MemoryStorage
 
-__all__ = ["ReplayBuffer", "checkpoint_exists"]
-
 Groups = list[list[RolloutState]]
 
 

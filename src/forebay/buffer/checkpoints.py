@@ -45,8 +45,6 @@ from forebay.errors import CheckpointTooOld, InvalidInput, ReferenceLost
 from forebay.storage.base import Storage
 from forebay.storage.rules import is_used
 
-__all__ = ["resume_storage", "save_storage"]
-
 log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 2 * 2**20

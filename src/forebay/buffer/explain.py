@@ -16,8 +16,6 @@ from forebay.core.ledger import Place
 from forebay.core.rollout import Status
 from forebay.storage.base import Holding, Summary, TaskSummary
 
-__all__ = ["Wait", "capacity", "explanation", "figures", "full_pools"]
-
 
 class Wait(NamedTuple):
     """One wait in progress."""

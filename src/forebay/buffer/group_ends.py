@@ -20,8 +20,6 @@ from forebay.core.ledger import GroupEnd
 from forebay.errors import BufferClosed, InvalidConfig
 from forebay.storage.base import Storage
 
-__all__ = ["GroupEnds", "OnGroupEnd"]
-
 log = logging.getLogger(__name__)
 
 OnGroupEnd: TypeAlias = "Callable[[GroupEnd], Awaitable[object] | object]"

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from forebay.buffer.buffer import ReplayBuffer
     from forebay.checkpoint.format import Manifest
 
-__all__ = ["Internals", "Issued", "internals", "mark_aborted"]
-
 log = logging.getLogger(__name__)
 
 Groups = list[list[RolloutState]]

@@ -33,8 +33,6 @@ from forebay.core.validate import checked_integer, checked_reason, checked_wants
 from forebay.errors import BufferClosed, InvalidInput, LostLease, StorageUnavailable
 from forebay.storage.base import Claim, Purpose, Rows
 
-__all__ = ["Claims", "Lease", "LeaseAttempt", "LeaseRequest", "Request", "asked", "shard"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

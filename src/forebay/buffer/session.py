@@ -26,8 +26,6 @@ from forebay.core.rollout import DRAWABLE, Status
 from forebay.errors import BufferClosed, InvalidConfig, WaitTimeout, WrongEventLoop
 from forebay.storage.base import Ready, Storage, Summary
 
-__all__ = ["SHARED_LEASE_S", "Session"]
-
 T = TypeVar("T")
 
 SHARED_LEASE_S = 60.0

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["FileOps", "ForwardReader", "NotAPlainFile"]
-
 _CHUNK_BYTES = 4096
 _MAX_TRANSFER = 2**30  # one system call moves less than 2 GiB
 _MAX_PARTS = 1024  # IOV_MAX

@@ -58,19 +58,6 @@ from forebay.core.report import Progress, Steps
 from forebay.core.rollout import Group, Status
 from forebay.errors import CheckpointError, DamagedData, InvalidInput, UnreadableData
 
-__all__ = [
-    "ENVELOPE",
-    "Checkpoint",
-    "CheckpointWriter",
-    "Contents",
-    "Manifest",
-    "RecordFile",
-    "check_contents",
-    "open_checkpoint",
-    "saved_accounts",
-    "saved_rows",
-]
-
 ENVELOPE = Envelope("forebay-checkpoint", 2)  # 1: Forebay 0.1, whose accounts lack issued tokens
 MAX_RECORD_BYTES = 2**20
 

@@ -36,20 +36,6 @@ from forebay.errors import CheckpointError, DamagedData, InvalidInput, Unreadabl
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "MANIFEST",
-    "MANIFEST_LEFTOVER",
-    "MAX_MANIFEST_BYTES",
-    "UNREADABLE",
-    "DirectoryWriter",
-    "Envelope",
-    "doing",
-    "encode_body",
-    "open_plain",
-    "open_published",
-    "read_manifest",
-]
-
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 64 * 2**20
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError, OverflowError)  # raised by decoding foreign bytes

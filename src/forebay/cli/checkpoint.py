@@ -17,8 +17,6 @@ from forebay.core.report import date_text, size_text
 from forebay.core.staleness import NO_LIMITS
 from forebay.errors import DamagedData, ForebayError, InvalidInput
 
-__all__ = ["checkpoint"]
-
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Checkpoint]:

@@ -14,8 +14,6 @@ import click
 
 from forebay.cli import INTERRUPTED
 
-__all__ = ["demo"]
-
 
 def _example() -> Path:
     """The directory that contains `tiny_grpo`."""

@@ -18,8 +18,6 @@ from forebay.cli import show
 from forebay.core.report import Finding, Level
 from forebay.storage.sqlite.doctor import examine_file_system, examine_library, examine_store, repair_store
 
-__all__ = ["doctor", "examine_machine"]
-
 _EXTRAS = ("pandas", "asyncpg", "httpx", "torch", "ray")
 
 

@@ -14,8 +14,6 @@ import msgspec
 
 from forebay.core.report import Finding, Level, Progress
 
-__all__ = ["facts", "findings", "json_option", "one_line", "path_argument", "progress_bar", "result", "table"]
-
 T = TypeVar("T")
 _JSON = "forebay.json"
 _COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "red"}

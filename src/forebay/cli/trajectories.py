@@ -29,8 +29,6 @@ from forebay.trajectory.summary import info as describe
 from forebay.trajectory.tools import merge as merge_directories
 from forebay.trajectory.tools import split as split_directory
 
-__all__ = ["trajectories"]
-
 _SAMPLE_S, _LEAST_DRAWS, _MOST_DRAWS = 0.5, 5, 1000
 _NUMBERS_A_LINE = 8
 

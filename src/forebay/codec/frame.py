@@ -43,8 +43,6 @@ from forebay.core.rollout import (
 from forebay.core.validate import check_group
 from forebay.errors import DamagedData, InvalidGroup, UnsupportedPayload
 
-__all__ = ["decode_group", "encode_group", "encode_parts"]
-
 _MAGIC = b"FBG1"
 _VERSION, _WITH_REFERENCES, _WITH_CHANGES = 1, 2, 3
 _MAX_SAMPLES = 65_536

@@ -11,8 +11,6 @@ from forebay.codec.values import READ_ERRORS, Buffer
 from forebay.core.ledger import Account, GroupEnd, Record
 from forebay.errors import DamagedData
 
-__all__ = ["decode_account", "decode_end", "decode_record", "encode_account", "encode_end", "encode_record"]
-
 T = TypeVar("T")
 
 

@@ -30,19 +30,6 @@ from forebay.core.references import Resolved, is_reference
 from forebay.core.rollout import LEAVES, MAX_DEPTH, MAX_DIMENSIONS
 from forebay.errors import DamagedData, InvalidInput, UnreadableData, UnsupportedPayload
 
-__all__ = [
-    "ENCODE_ERRORS",
-    "MAX_FRAME_BYTES",
-    "MAX_REFERENCES",
-    "READ_ERRORS",
-    "Buffer",
-    "ValueReader",
-    "ValueWriter",
-    "decode_value",
-    "encode_value",
-    "split_frame",
-]
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAX_FRAME_BYTES = 4 * 2**30

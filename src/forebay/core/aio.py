@@ -30,27 +30,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from forebay.errors import BufferClosed, InvalidInput
 
-__all__ = [
-    "ANY_TASK",
-    "CANCEL_GRACE_S",
-    "DATA",
-    "FILES",
-    "RESOLUTION_S",
-    "Changes",
-    "Deadline",
-    "Heartbeat",
-    "Pool",
-    "Turns",
-    "UserCall",
-    "grace",
-    "ignore_exception",
-    "in_thread",
-    "run_user_code",
-    "see_through",
-    "start_thread",
-    "uncancelled",
-]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

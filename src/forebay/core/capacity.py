@@ -18,21 +18,6 @@ from forebay.core.policy import ARRIVAL, Choose, Order
 from forebay.core.rollout import Status
 from forebay.errors import InvalidConfig, NoRoom
 
-__all__ = [
-    "EXPECT_GROUP_BYTES",
-    "MAX_SIZES",
-    "Settings",
-    "Usage",
-    "check_ever_fits",
-    "check_room",
-    "fits",
-    "note_size",
-    "reservation",
-    "reserved_after",
-    "response_size",
-    "response_size_p99",
-]
-
 EXPECT_GROUP_BYTES = 1 << 20
 """What the responses of a group are taken to need before the first group of its task is back."""
 

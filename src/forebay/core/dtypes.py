@@ -12,8 +12,6 @@ import numpy as np
 
 from forebay.errors import UnreadableData
 
-__all__ = ["BFLOAT16", "CODE_OF", "DTYPES", "bfloat16_dtype", "dtype_name", "raw_dtype"]
-
 BFLOAT16 = "BF16"
 DTYPES: dict[str, tuple[int, str]] = {
     "BOOL": (1, "bool"),

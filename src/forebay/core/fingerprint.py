@@ -29,20 +29,6 @@ from msgspec.structs import replace
 from forebay.core.rollout import LEAVES
 from forebay.errors import DamagedData, InvalidDataset
 
-__all__ = [
-    "SAMPLED_RECORDS",
-    "Fingerprint",
-    "SourceState",
-    "differences",
-    "digest",
-    "own_digest",
-    "pack_state",
-    "sampled_positions",
-    "type_name",
-    "unpack_state",
-    "unverified_records",
-]
-
 SAMPLED_RECORDS = 16
 
 

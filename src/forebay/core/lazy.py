@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-__all__ = ["lazy_names"]
-
 _EXTRAS = {"asyncpg": "postgres", "httpx": "http", "pandas": "pandas"}
 
 

@@ -40,41 +40,6 @@ from forebay.core.staleness import (
 )
 from forebay.errors import InvalidInput
 
-__all__ = [
-    "MAX_REASONS",
-    "MOVES",
-    "OTHER_REASONS",
-    "Account",
-    "Clock",
-    "End",
-    "Event",
-    "Facts",
-    "GroupEnd",
-    "LedgerLine",
-    "Place",
-    "Record",
-    "Row",
-    "Scalar",
-    "SessionIds",
-    "Tags",
-    "arrival_event",
-    "arrival_tokens",
-    "check_closed",
-    "check_move",
-    "check_tags",
-    "close_line",
-    "describe",
-    "group_end",
-    "identify",
-    "is_fresh",
-    "kept_reason",
-    "number_rollouts",
-    "open_ledger",
-    "present",
-    "separate_extra_fields",
-    "take_event",
-]
-
 
 class Place(enum.StrEnum):
     """Where a group that has a row is."""

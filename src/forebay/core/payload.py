@@ -40,18 +40,6 @@ from forebay.core.rollout import (
 )
 from forebay.errors import InvalidGroup, UnsupportedPayload
 
-__all__ = [
-    "apply_difference",
-    "difference",
-    "freeze_arrays",
-    "group_bytes",
-    "group_sizes",
-    "is_as_issued",
-    "remember_prompt",
-    "settle_changes",
-    "shares_prompt",
-]
-
 
 def freeze_arrays(group: Sequence[RolloutState]) -> None:
     """Make the token columns of a group read-only where they are numpy arrays."""

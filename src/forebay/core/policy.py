@@ -22,21 +22,6 @@ import msgspec
 from forebay.core.ledger import Record
 from forebay.errors import InvalidConfig, PolicyError
 
-__all__ = [
-    "ARRIVAL",
-    "CHOICE_ROWS",
-    "Choose",
-    "Column",
-    "FIFOReplayPolicy",
-    "FreshestReplayPolicy",
-    "Order",
-    "PriorityReplayPolicy",
-    "ReplayPolicy",
-    "StalenessReplayPolicy",
-    "checked_choice",
-    "order_key",
-]
-
 CHOICE_ROWS = 1024
 """The largest number of rows that `choose` gets."""
 

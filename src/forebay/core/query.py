@@ -30,21 +30,6 @@ from forebay.core.ledger import Place, Record, Scalar
 from forebay.core.rollout import Status
 from forebay.errors import InvalidQuery
 
-__all__ = [
-    "And",
-    "Compare",
-    "Constant",
-    "Member",
-    "Node",
-    "Not",
-    "Or",
-    "Pins",
-    "parse",
-    "pins",
-    "predicate",
-    "resolve_staleness",
-]
-
 
 class Compare(msgspec.Struct, frozen=True):
     """field op value, with op one of eq ne gt gte lt lte."""

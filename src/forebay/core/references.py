@@ -21,21 +21,6 @@ from msgspec.structs import replace
 from forebay.core.rollout import LEAVES, MAX_DEPTH, USER_FIELDS, Group, RolloutState, Status
 from forebay.errors import ReferenceLost
 
-__all__ = [
-    "KINDS",
-    "REFERENCE_BYTES",
-    "Resolved",
-    "as_values",
-    "is_reference",
-    "put_back",
-    "references_of",
-    "register",
-    "resolve_group",
-    "resolve_or_fail",
-    "unregister",
-    "without_references",
-]
-
 REFERENCE_BYTES = 64
 """What a reference adds to the size of a group; its value is elsewhere."""
 

@@ -12,8 +12,6 @@ from typing import TypeAlias
 
 import msgspec
 
-__all__ = ["Finding", "Level", "Progress", "Steps", "date_text", "first_of", "size_text"]
-
 
 class Level(enum.StrEnum):
     """How serious a finding is."""

@@ -28,39 +28,6 @@ from numpy import floating, integer, ndarray
 
 from forebay.errors import InvalidGroup, InvalidInput
 
-__all__ = [
-    "COLUMNS",
-    "DRAWABLE",
-    "FIELDS",
-    "ISSUED_FIELDS",
-    "LEAVES",
-    "MAX_DEPTH",
-    "MAX_DIMENSIONS",
-    "NUMBERS",
-    "PROMPT_FIELDS",
-    "USER_FIELDS",
-    "Field",
-    "Group",
-    "Part",
-    "RolloutState",
-    "SampleParams",
-    "Status",
-    "TokenColumn",
-    "VersionSpans",
-    "carries_response",
-    "columns_of",
-    "finish_status",
-    "group_reward",
-    "group_status",
-    "group_tokens",
-    "lacks_tokens",
-    "prompt_of",
-    "reset_response",
-    "same_value",
-    "version_spans_of",
-    "versioned_tokens",
-]
-
 MAX_DEPTH = 64
 """How deep lists, tuples and dicts of plain data may be nested."""
 MAX_DIMENSIONS = 8

@@ -28,27 +28,6 @@ from forebay.core.rollout import (
 from forebay.core.validate import checked_integer
 from forebay.errors import InvalidGroup, InvalidInput
 
-__all__ = [
-    "EXPIRABLE",
-    "NO_FLOORS",
-    "NO_LIMITS",
-    "Floors",
-    "Limits",
-    "apply_token_mask",
-    "check_step",
-    "expire_members",
-    "floor_step",
-    "group_newest_step",
-    "group_oldest_step",
-    "group_staleness",
-    "group_token_step",
-    "sample_staleness",
-    "stale_threshold",
-    "staleness",
-    "stamp",
-    "token_mask",
-]
-
 EXPIRABLE = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
 """The statuses at which a buffered group can grow too old; in the others it waits for a decision."""
 

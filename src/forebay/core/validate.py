@@ -14,23 +14,6 @@ from numpy import generic, integer, ndarray
 from forebay.core.rollout import COLUMNS, FIELDS, RolloutState, Status, columns_of, versioned_tokens
 from forebay.errors import InvalidConfig, InvalidGroup, InvalidInput
 
-__all__ = [
-    "RESERVED_NAMES",
-    "check_group",
-    "checked_integer",
-    "checked_many",
-    "checked_mapping",
-    "checked_priority",
-    "checked_reason",
-    "checked_status",
-    "checked_statuses",
-    "checked_task",
-    "checked_wants",
-    "integer_setting",
-    "plain_columns",
-    "positive_seconds",
-]
-
 K = TypeVar("K")
 T = TypeVar("T")
 

@@ -38,8 +38,6 @@ from forebay.core.validate import checked_integer, positive_seconds
 from forebay.engines.weights import Checksums, Tensor, check_reloadable, check_same_tensors, check_update, read_weights
 from forebay.errors import EngineError, EngineUnavailable, InvalidConfig
 
-__all__ = ["Checksums", "EngineControl", "Producer", "WeightUpdate"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

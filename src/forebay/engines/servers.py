@@ -18,8 +18,6 @@ from forebay.engines.control import EngineControl
 from forebay.engines.weights import Checksums
 from forebay.errors import EngineError
 
-__all__ = ["SGLangControl", "VLLMControl"]
-
 
 class _Results(msgspec.Struct):
     results: list[Any]

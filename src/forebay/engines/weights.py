@@ -19,16 +19,6 @@ import msgspec
 
 from forebay.errors import EngineError, InvalidInput
 
-__all__ = [
-    "Checksums",
-    "Tensor",
-    "check_reloadable",
-    "check_same_tensors",
-    "check_update",
-    "read_weights",
-    "server_name",
-]
-
 Checksums: TypeAlias = Mapping[str, Mapping[str, str]]
 """The checksums that a server reports for its tensors, by rank and name."""
 

@@ -45,8 +45,6 @@ from forebay.storage.base import TaskSummary
 if TYPE_CHECKING:
     from forebay.checkpoint.format import Manifest
 
-__all__ = ["Manager"]
-
 T = TypeVar("T")
 _MAX_STORAGE_DELAY_S = 5.0
 

@@ -14,8 +14,6 @@ from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
 from forebay.storage.base import TaskSummary
 
-__all__ = ["AgentLoopManager"]
-
 
 class AgentLoopManager(Manager):
     """Produces and consumes in turns.

@@ -22,8 +22,6 @@ from forebay.errors import BufferClosed, InvalidInput, ProducerStopped, WaitTime
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
 
-__all__ = ["DisaggregatedAgentLoopManager", "ProducerState"]
-
 log = logging.getLogger(__name__)
 
 

@@ -14,8 +14,6 @@ from forebay.core.staleness import group_staleness
 from forebay.errors import StorageUnavailable
 from forebay.produce.stats import Figures, mean, quantile
 
-__all__ = ["BatchRequest", "ProduceBatchResult", "ProduceStatus", "TaskResult", "describe_task"]
-
 
 class ProduceStatus(enum.StrEnum):
     """Whether a batch has groups."""

@@ -32,19 +32,6 @@ from forebay.errors import DamagedData, InvalidConfig, InvalidInput
 if TYPE_CHECKING:
     from forebay.checkpoint.format import Manifest
 
-__all__ = [
-    "Credits",
-    "PlannedStep",
-    "ProduceProgress",
-    "Saved",
-    "SavedFigures",
-    "allocate",
-    "check_weights",
-    "load_credits",
-    "read_saved",
-    "save_credits",
-]
-
 Credits: TypeAlias = "Mapping[str, Fraction]"
 
 _CREDIT = re.compile(r"-?[0-9]{1,1000}(/[0-9]{1,1000})?", re.ASCII)

@@ -14,8 +14,6 @@ from forebay.manager.schedule import check_weights
 from forebay.produce.strategy import ProduceStrategy
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 
-__all__ = ["Task", "check_tasks"]
-
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """A task: its prompts, its agent loop, how its groups are produced and judged, and its share of a batch."""

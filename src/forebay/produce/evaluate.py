@@ -26,8 +26,6 @@ from forebay.produce.stats import Outcome, Progress, default_progress
 from forebay.prompts.sampler import Sampler
 from forebay.prompts.sources import MapSource
 
-__all__ = ["Evaluation", "evaluate"]
-
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """One group for each record, in the order of the data set; a group that failed is FAILED and has `error_msg`."""

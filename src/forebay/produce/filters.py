@@ -11,8 +11,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from forebay.core.rollout import RolloutState
 
-__all__ = ["Filter", "Verdict", "is_cheap", "on_loop", "reject_truncated", "reject_zero_std"]
-
 Verdict: TypeAlias = bool | str
 Filter: TypeAlias = Callable[[list[RolloutState]], "Verdict | Awaitable[Verdict]"]
 

@@ -44,8 +44,6 @@ from forebay.produce.plan import StrategySettings, Suspects, acceptance, too_man
 from forebay.produce.stats import Figures, Outcome, Stage
 from forebay.prompts.sources import independent
 
-__all__ = ["Steps", "Works"]
-
 log = logging.getLogger(__name__)
 
 

@@ -30,8 +30,6 @@ from forebay.produce.plan import StrategySettings, Suspects, backoff_s
 from forebay.produce.stats import Stage
 from forebay.prompts.sources import independent
 
-__all__ = ["GroupReward", "Judge", "Judged", "Judging", "Pause", "SampleReward"]
-
 log = logging.getLogger(__name__)
 
 Score: TypeAlias = "float | dict[str, Any] | None"

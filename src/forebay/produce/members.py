@@ -35,23 +35,6 @@ from forebay.core.validate import check_group
 from forebay.errors import InvalidGroup, InvalidInput
 from forebay.prompts.sources import independent
 
-__all__ = [
-    "MOST_LOGPROB",
-    "check_contents",
-    "collect",
-    "complete_rollouts",
-    "fail_judging",
-    "is_answered",
-    "new_rewards",
-    "new_tokens",
-    "prepare",
-    "refused_members",
-    "set_aside",
-    "settle_tries",
-    "stopped_members",
-    "untrusted_responses",
-]
-
 
 def is_answered(state: RolloutState) -> bool:
     """Whether a sample is completely generated."""

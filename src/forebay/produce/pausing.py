@@ -17,8 +17,6 @@ from forebay.produce.plan import Timeouts
 from forebay.produce.stats import STAGES, Stage
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
 
-__all__ = ["ProducedTask"]
-
 log = logging.getLogger(__name__)
 
 

@@ -18,21 +18,6 @@ from forebay.core.staleness import Limits, stale_threshold
 from forebay.core.validate import checked_integer, positive_seconds
 from forebay.errors import InvalidConfig, TooManyRejections
 
-__all__ = [
-    "Budgets",
-    "Plan",
-    "StrategySettings",
-    "Suspects",
-    "Timeouts",
-    "acceptance",
-    "backoff_s",
-    "make_plan",
-    "over_issue",
-    "to_start",
-    "too_many_rejections",
-    "waiting_again",
-]
-
 WhenExhausted: TypeAlias = Literal["raise", "accept", "skip"]
 
 _FIRST_DELAY_S = 0.5

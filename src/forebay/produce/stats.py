@@ -20,21 +20,6 @@ from msgspec.structs import replace
 
 from forebay.core.rollout import Status
 
-__all__ = [
-    "COUNTERS",
-    "STAGES",
-    "Figures",
-    "NoProgress",
-    "Outcome",
-    "Progress",
-    "Stage",
-    "TerminalProgress",
-    "bar",
-    "default_progress",
-    "mean",
-    "quantile",
-]
-
 log = logging.getLogger(__name__)
 
 _TIMES_KEPT = 4096

@@ -37,8 +37,6 @@ from forebay.produce.stats import Figures, Progress, default_progress
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 from forebay.storage.base import TaskSummary
 
-__all__ = ["SYNC_ARGUMENTS", "AsyncProduceStrategy", "Demand", "ProduceStrategy", "Production", "SyncProduceStrategy"]
-
 log = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from msgspec.structs import replace
 from forebay.core.fingerprint import SAMPLED_RECORDS, Fingerprint, digest, own_digest, type_name
 from forebay.errors import DamagedData, InvalidDataset, UnreadableData, UnsupportedPayload
 
-__all__ = ["LoaderSource", "pack_loader_state", "unpack_loader_state"]
-
 log = logging.getLogger(__name__)
 
 

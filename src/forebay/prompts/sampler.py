@@ -53,8 +53,6 @@ from forebay.prompts.sources import (
     without_response,
 )
 
-__all__ = ["Sampler", "SamplerWithReplayBuffer", "check_sampler"]
-
 log = logging.getLogger(__name__)
 
 Groups: TypeAlias = list[list[RolloutState]]

@@ -38,23 +38,6 @@ from forebay.core.validate import check_group, checked_integer
 from forebay.errors import InvalidDataset, InvalidGroup, InvalidInput, InvalidRecord
 from forebay.prompts.loader import LoaderSource
 
-__all__ = [
-    "JSONLDataset",
-    "MapSource",
-    "Source",
-    "ToRolloutState",
-    "Tokenize",
-    "bad_prompt",
-    "build_prompt",
-    "independent",
-    "is_bad",
-    "nothing_but_bad",
-    "open_source",
-    "shuffled_index",
-    "start_again",
-    "without_response",
-]
-
 
 class Source(Protocol):
     """The records that a sampler draws from, by number from 0 on, in a fixed order."""

@@ -22,8 +22,6 @@ from forebay.core.aio import in_thread
 from forebay.core.references import register
 from forebay.errors import ReferenceLost, StorageError
 
-__all__ = ["as_future", "lost", "put", "resolve"]
-
 _LOCATE_S = 5.0
 _ASKED_AT_ONCE = 1_000  # Ray splits requests for more than 10,000
 _CONFIRM_S = 15.0  # Ray itself reports after a second that an owner has died

@@ -20,8 +20,6 @@ from forebay.core.query import Node
 from forebay.storage import base
 from forebay.storage.base import Claim, Reaped, Storage
 
-__all__ = ["OPERATIONS", "Operation", "Route", "TableStorage"]
-
 _REPEATABLE = frozenset(("due", "note_ends", "ends", "forget_ends", "summary", "records", "read"))
 """Operations that may happen twice. The calls of all others are numbered, so that they happen once."""
 

@@ -29,35 +29,6 @@ from forebay.core.rollout import Group
 from forebay.errors import DamagedData, ForebayError, StorageError
 from forebay.storage.base import Arrival, Claimed, Content, Revision
 
-__all__ = [
-    "NOTHING",
-    "PROTOCOL",
-    "Answer",
-    "BufferSettings",
-    "Frame",
-    "FrameSizes",
-    "Frames",
-    "Hello",
-    "Message",
-    "Parcel",
-    "Payload",
-    "Request",
-    "Stand",
-    "Version",
-    "arguments_of",
-    "carries_groups",
-    "decoded",
-    "encoded",
-    "error_of",
-    "failed",
-    "failure_of",
-    "message_of_arguments",
-    "message_of_results",
-    "results_of",
-    "returns_for",
-    "with_groups",
-]
-
 PROTOCOL = 2
 
 

@@ -63,27 +63,6 @@ from forebay.core.query import Node
 from forebay.core.rollout import Group, Status
 from forebay.core.staleness import EXPIRABLE, Limits
 
-__all__ = [
-    "OPERATIONS",
-    "Arrival",
-    "Claim",
-    "Claimed",
-    "Content",
-    "Holding",
-    "Listener",
-    "Operation",
-    "Purpose",
-    "Ready",
-    "Reaped",
-    "Revision",
-    "Rows",
-    "Snapshot",
-    "Storage",
-    "Summary",
-    "TaskSummary",
-]
-
-
 T = TypeVar("T")
 
 

@@ -24,20 +24,6 @@ from forebay.core.ledger import Place, Record, Row
 from forebay.errors import DamagedData, LostLease
 from forebay.storage.base import Claim, Purpose, Rows, Storage
 
-__all__ = [
-    "CALL",
-    "Answered",
-    "Call",
-    "CallMemory",
-    "Handed",
-    "Kept",
-    "Returned",
-    "claimed_rows",
-    "decode_kept",
-    "is_held",
-    "taken_for_good",
-]
-
 
 class Call(msgspec.Struct, frozen=True):
     """One call of one client; all of the client's calls up to `confirmed` were answered, and the answers seen."""

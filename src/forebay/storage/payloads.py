@@ -17,8 +17,6 @@ from forebay.core.rollout import Group
 from forebay.errors import DamagedData, UnreadableData
 from forebay.storage.base import Storage
 
-__all__ = ["DAMAGED", "Reading", "Slices", "encoded", "fail_damaged", "in_slices", "read_row", "read_rows"]
-
 log = logging.getLogger(__name__)
 
 DAMAGED = "its payload was damaged on disk"

@@ -18,31 +18,6 @@ from forebay.core.staleness import NO_LIMITS
 from forebay.errors import DuplicateGroup, InvalidInput, LostLease
 from forebay.storage.base import Arrival, Claim, Content, Purpose
 
-__all__ = [
-    "StreamCheck",
-    "abandoned_record",
-    "archived_record",
-    "check_return",
-    "claim_event",
-    "claimed_record",
-    "copied",
-    "drawn_by_hand",
-    "duplicate_in_put",
-    "end_of",
-    "ended_record",
-    "fitting",
-    "is_used",
-    "lost_lease",
-    "nacked_record",
-    "new_record",
-    "restored_accounts",
-    "returned_record",
-    "revised_record",
-    "rewound_record",
-    "same_settings",
-    "unclaimed_record",
-]
-
 _SHARED = tuple(name for name in Facts.__struct_fields__ if name in Record.__struct_fields__)
 
 

@@ -14,8 +14,6 @@ from forebay.errors import InvalidConfig
 from forebay.storage.base import Storage
 from forebay.storage.local.memory import MemoryStorage
 
-__all__ = ["IN_MEMORY", "SQLITE_URL", "build_storage", "check_storage_url", "checked_name"]
-
 SQLITE_URL = "sqlite:///"
 """The beginning of the URL of a SQLite store; the rest is its path."""
 

@@ -27,8 +27,6 @@ from forebay.errors import BufferClosed, DuplicateGroup, InvalidInput, LostLease
 from forebay.storage.base import Storage
 from forebay.testing.model import RETRIES, TASKS, Member, Model, ModelGroup
 
-__all__ = ["BufferMachine", "machine_for"]
-
 T = TypeVar("T")
 
 Members: TypeAlias = list[tuple[Status, int]]

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 from forebay.core.rollout import Status
 
-__all__ = ["RETRIES", "TASKS", "Member", "Model", "ModelGroup"]
-
 TASKS = ("a", "b")
 PLACES = ("in_flight", "buffered", "leased")
 ENDS = ("trained", "filtered", "failed", "discarded")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from forebay.core.rollout import RolloutState, Status
 
-__all__ = ["make_group"]
-
 
 def make_group(
     samples: int = 2,

@@ -39,8 +39,6 @@ from forebay.ray.references import as_future
 from forebay.ray.table import Operation
 from forebay.ray.wire import Answer, Frames, Hello, Parcel, arguments_of, message_of_results, returns_for
 
-__all__ = ["Link", "Reply", "check_cluster", "find_host", "first_line", "heard"]
-
 log = logging.getLogger(__name__)
 
 _LOOK_S = 5.0

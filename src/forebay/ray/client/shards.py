@@ -29,8 +29,6 @@ from forebay.storage.base import Claim, Claimed, Listener, Ready, Rows, Snapshot
 from forebay.storage.rules import StreamCheck, lost_lease
 from forebay.storage.urls import IN_MEMORY, SQLITE_URL
 
-__all__ = ["MAX_SHARDS", "ShardedStorage", "shard_of", "shard_url"]
-
 MAX_SHARDS = 128
 _RESTORED_UIDS = 1 << 36
 """Uids that a restored checkpoint may use on a shard; new groups are numbered after them."""

@@ -25,8 +25,6 @@ from forebay.ray.wire import Parcel
 from forebay.storage.base import Claim, Claimed, Content, Listener, Ready, Rows, Snapshot, Summary
 from forebay.storage.idempotency import taken_for_good
 
-__all__ = ["RayStorage"]
-
 log = logging.getLogger(__name__)
 
 _BEAT_TIMEOUT_S = 10.0

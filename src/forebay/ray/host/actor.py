@@ -42,8 +42,6 @@ from forebay.storage.idempotency import CALL, Call
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.storage.urls import IN_MEMORY, SQLITE_URL, build_storage
 
-__all__ = ["CALLS", "HEARTBEATS", "NAMESPACE", "SPARE_THREADS", "WAITS", "BufferActor", "Host", "actor_name"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

@@ -22,8 +22,6 @@ from forebay.ray.wire import Stand
 from forebay.storage.base import Summary, TaskSummary
 from forebay.storage.rules import copied
 
-__all__ = ["LOST_REASON", "Note", "NoteWriter", "forget_notes", "last_actor", "read_note", "write_actor"]
-
 log = logging.getLogger(__name__)
 
 LOST_REASON = "lost with the actor that hosted it"

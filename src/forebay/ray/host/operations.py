@@ -33,8 +33,6 @@ from forebay.storage.local.engine import Engine
 from forebay.storage.local.memory import MemoryStorage, MemoryTable
 from forebay.storage.local.storage import LocalStorage
 
-__all__ = ["UID_BITS", "Book", "Exchange", "FrameStorage", "HostSpec", "Operations"]
-
 
 class _FrameEngine(Engine):
     def _keep(self, record: Record, content: Content) -> Group:

@@ -25,8 +25,6 @@ from forebay.core.validate import check_group
 from forebay.errors import EngineRestarted, EngineUnavailable, InvalidConfig, InvalidGroup, InvalidInput
 from forebay.prompts.sources import independent
 
-__all__ = ["KINDS", "LoopActor", "MethodCall", "RemoteError", "Reply"]
-
 log = logging.getLogger(__name__)
 
 # Errors of an engine that keep their type when an actor sends them; subclasses first.

@@ -34,8 +34,6 @@ from forebay.ray.loops.actor import MethodCall, RemoteError, Reply
 from forebay.ray.loops.pool import LoopPool, Phase, PooledActor, engine_error
 from forebay.ray.references import as_future
 
-__all__ = ["RayAgentLoop"]
-
 log = logging.getLogger(__name__)
 
 _DIED = (exceptions.RayActorError, exceptions.NodeDiedError)

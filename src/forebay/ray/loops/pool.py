@@ -32,8 +32,6 @@ from forebay.ray.client.link import check_cluster, first_line
 from forebay.ray.loops.actor import KINDS, LoopActor, MethodCall, RemoteError
 from forebay.ray.references import as_future
 
-__all__ = ["LoopPool", "Phase", "PooledActor", "engine_error"]
-
 log = logging.getLogger(__name__)
 
 _MAX_CONCURRENCY = 100_000  # `stop` must get through, however many groups are running

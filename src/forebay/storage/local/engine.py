@@ -44,8 +44,6 @@ from forebay.storage.idempotency import is_held, taken_for_good
 from forebay.storage.local.owners import Outbox, Owners
 from forebay.storage.local.table import Archive, Table
 
-__all__ = ["Engine"]
-
 Chosen = list[tuple[str, Status, list[Row]]]
 
 

@@ -26,8 +26,6 @@ from forebay.storage.local.engine import Engine
 from forebay.storage.local.storage import LocalStorage
 from forebay.storage.local.table import Table
 
-__all__ = ["MemoryStorage", "MemoryTable", "SortedKeys"]
-
 Key: TypeAlias = Any
 
 

@@ -12,8 +12,6 @@ from itertools import islice
 
 from forebay.core.ledger import GroupEnd
 
-__all__ = ["Outbox", "Owners"]
-
 log = logging.getLogger(__name__)
 
 _MAX_ENDS = 100_000

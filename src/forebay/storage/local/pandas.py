@@ -24,8 +24,6 @@ from forebay.storage.local.engine import Engine
 from forebay.storage.local.storage import LocalStorage
 from forebay.storage.local.table import Table
 
-__all__ = ["PandasStorage"]
-
 _COLUMNS = [name for name in Record.__struct_fields__ if name != "uid"]
 _DTYPES: Any = {
     **dict.fromkeys(("timestamp_id", "group_id", "samples", "tokens", "bytes", "reserved_bytes", "num_tries"), "int64"),

@@ -25,8 +25,6 @@ from forebay.storage.local.engine import Engine
 from forebay.storage.local.table import Table
 from forebay.storage.rules import StreamCheck, copied, is_used
 
-__all__ = ["LocalStorage"]
-
 log = logging.getLogger(__name__)
 
 _SLICE = 512

@@ -16,8 +16,6 @@ from forebay.core.query import Pins
 from forebay.core.rollout import Status
 from forebay.core.staleness import Floors
 
-__all__ = ["Archive", "Table"]
-
 
 class Table(ABC):
     """Rows, found in every way that the rules ask for."""

@@ -16,8 +16,6 @@ from forebay.core.staleness import Limits
 from forebay.storage.postgres.columns import from_text, to_text
 from forebay.storage.postgres.step import Step
 
-__all__ = ["ACCOUNT", "advance", "ensure", "read", "read_account", "write"]
-
 _FIELDS = ("cursor", "source_state", "train_step", "model_step", "limits")
 ACCOUNT = ", ".join(f"a.{name}" for name in _FIELDS)
 """The columns that `read_account` reads, where `accounts` is called a."""

@@ -30,8 +30,6 @@ from forebay.storage.postgres.schema import QUEUE, order_clause
 from forebay.storage.postgres.step import NOW, Step
 from forebay.storage.rules import claim_event, claimed_record, end_of, unclaimed_record
 
-__all__ = ["Damaged", "Outlook", "answer", "claim", "forget", "look", "retract", "undo"]
-
 _SLICE_BYTES = 4 << 20
 """Frames that are asked for at once."""
 

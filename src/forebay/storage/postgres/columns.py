@@ -23,19 +23,6 @@ from forebay.core.query import And, Compare, Constant, Member, Node, Not, Or
 from forebay.core.rollout import Status
 from forebay.errors import InvalidInput, InvalidQuery
 
-__all__ = [
-    "COLUMNS",
-    "DEFINITIONS",
-    "RECORD",
-    "TYPES",
-    "condition",
-    "exact_number",
-    "from_text",
-    "read_record",
-    "record_values",
-    "to_text",
-]
-
 _FIELDS = Record.__struct_fields__
 COLUMNS = (*_FIELDS, "tag_values", "trained_as")
 """All columns of `groups`, in the order of `record_values`."""

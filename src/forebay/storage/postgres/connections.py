@@ -27,8 +27,6 @@ from forebay.core.capacity import Settings
 from forebay.errors import StorageUnavailable
 from forebay.storage.postgres.step import Step
 
-__all__ = ["AWAY", "LOST", "READ", "Connections", "Undo", "Work", "is_closed", "roll_back", "transaction"]
-
 log = logging.getLogger(__name__)
 
 AWAY = (

@@ -21,22 +21,6 @@ from forebay.storage.postgres.columns import RECORD, condition, read_record, to_
 from forebay.storage.postgres.step import NEW, Step
 from forebay.storage.rules import abandoned_record, end_of, lost_lease, nacked_record, revised_record, rewound_record
 
-__all__ = [
-    "discard_some",
-    "end_or_archive",
-    "ends",
-    "fail",
-    "forget_ends",
-    "matching",
-    "note_ends",
-    "release",
-    "revise",
-    "rewind",
-    "saved",
-    "set_priority",
-    "settle",
-]
-
 # The oldest beyond `keep_trained`, except those that no saved weights were trained on yet.
 _TRIM = """
 WITH trimmed AS (

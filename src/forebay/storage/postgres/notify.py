@@ -26,8 +26,6 @@ from forebay.storage.postgres.columns import from_text, to_text
 from forebay.storage.postgres.connections import LOST
 from forebay.storage.postgres.owners import RENEW
 
-__all__ = ["EVERYTHING", "Notifier"]
-
 log = logging.getLogger(__name__)
 
 EVERYTHING = None

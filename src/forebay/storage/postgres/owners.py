@@ -15,8 +15,6 @@ from forebay.storage.postgres.columns import from_text, to_text
 from forebay.storage.postgres.schema import advisory_key, replace_order_index, settings_text
 from forebay.storage.postgres.step import Step
 
-__all__ = ["IS_LATE", "RENEW", "leave", "next_deadline", "reap", "register"]
-
 _KEEP_S = 86_400.0
 """How long an owner that stopped sending heartbeats is remembered."""
 

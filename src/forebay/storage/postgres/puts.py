@@ -34,8 +34,6 @@ from forebay.storage.rules import (
     returned_record,
 )
 
-__all__ = ["Frames", "HandIds", "is_bounded", "is_single", "issue", "may_need_room", "put", "restore"]
-
 COPY_BYTES = 1 << 20
 """Frames of this size together go through COPY; below, one statement with arrays is faster."""
 

@@ -29,20 +29,6 @@ from forebay.storage.postgres.connections import LOST, READ, is_closed
 from forebay.storage.postgres.owners import IS_LATE
 from forebay.storage.postgres.step import BUFFERED, COUNTERS, NOW
 
-__all__ = [
-    "SIZES",
-    "USAGE",
-    "Stream",
-    "claimable",
-    "due",
-    "problems",
-    "read",
-    "records",
-    "sizes_of",
-    "summary",
-    "usage_of",
-]
-
 Found: TypeAlias = "tuple[Record, bytes | None]"
 """A record and its frame."""
 

@@ -27,8 +27,6 @@ from forebay.errors import InvalidConfig
 from forebay.storage.postgres.columns import DEFINITIONS
 from forebay.storage.postgres.step import COUNTERS
 
-__all__ = ["QUEUE", "VERSION", "advisory_key", "ensure_schema", "order_clause", "replace_order_index", "settings_text"]
-
 VERSION = 4
 
 QUEUE = "(task_name || '/' || status)"

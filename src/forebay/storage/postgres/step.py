@@ -22,8 +22,6 @@ from forebay.storage.idempotency import CALL, Call, Handed, Kept
 from forebay.storage.postgres.columns import COLUMNS, RECORD, read_record, record_values, to_text
 from forebay.storage.rules import archived_record
 
-__all__ = ["BUFFERED", "COUNTERS", "NEW", "NOW", "Counters", "Step"]
-
 BUFFERED = {status: f"buffered_{status}" for status in Status}
 """The columns that count buffered groups."""
 

@@ -45,8 +45,6 @@ from forebay.storage.postgres.schema import advisory_key, ensure_schema
 from forebay.storage.postgres.step import Step
 from forebay.storage.urls import checked_name
 
-__all__ = ["PostgresStorage"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

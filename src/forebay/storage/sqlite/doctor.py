@@ -25,16 +25,6 @@ from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.lock import ProcessLock, check_file_system, file_system_of, holder_of
 from forebay.storage.sqlite.writer import Transaction
 
-__all__ = [
-    "connected",
-    "examine_file_system",
-    "examine_library",
-    "examine_store",
-    "has_wal_reset_fault",
-    "integrity_problems",
-    "repair_store",
-]
-
 _LEAST_SQLITE = (3, 38, 0)  # the view `samples` uses ->>
 _LARGE_WAL_BYTES = 64 * 2**20  # the store itself keeps it below this size
 _RESUME = "resume the last checkpoint into a new store"

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from forebay.errors import InvalidConfig, StorageInUse, StorageVanished
 
-__all__ = ["OpenFiles", "ProcessLock", "check_file_system", "file_system_of", "holder_of"]
-
 _NETWORK = re.compile(
     "(fuse[.])?(nfs|cifs|smb|9p|ceph|lustre|gpfs|beegfs|glusterfs|afs|ncp|sshfs|s3fs|gcsfuse|goofys|rclone|juicefs|mfs)"
 )

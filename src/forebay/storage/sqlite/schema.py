@@ -24,18 +24,6 @@ from forebay.core.ledger import Place, Record
 from forebay.core.rollout import Group, Status
 from forebay.errors import DamagedData, InvalidConfig, StorageError, UnreadableData
 
-__all__ = [
-    "COLUMNS",
-    "SCHEMA_VERSION",
-    "check",
-    "connect",
-    "create",
-    "record_of",
-    "summary_of",
-    "upsert_sql",
-    "values_of",
-]
-
 SCHEMA_VERSION = 4
 APPLICATION_ID = 0x46424159  # "FBAY"
 

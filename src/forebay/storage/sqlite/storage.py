@@ -51,8 +51,6 @@ from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.lock import OpenFiles, ProcessLock, check_file_system
 from forebay.storage.sqlite.writer import ON_DISK, JournaledEngine, JournalTable, Payload, Transaction, Writer
 
-__all__ = ["SQLiteStorage"]
-
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")

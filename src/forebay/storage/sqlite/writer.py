@@ -38,8 +38,6 @@ from forebay.storage.local.table import Table
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.schema import summary_of
 
-__all__ = ["ON_DISK", "Journal", "JournalTable", "JournaledEngine", "Payload", "Transaction", "Writer"]
-
 ON_DISK: Group = ()
 """The payload of a row whose samples are on disk."""
 

@@ -30,8 +30,6 @@ from forebay.testing.conformance.suite import (
 )
 from forebay.testing.samples import make_group
 
-__all__ = ["Leasing"]
-
 
 async def without_moves(store: Store, uid: int) -> dict[str, Any]:
     """The record of a group without the time of its last move, which a storage need not restore."""

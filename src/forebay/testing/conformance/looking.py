@@ -36,8 +36,6 @@ from forebay.testing.conformance.suite import (
 )
 from forebay.testing.samples import make_group
 
-__all__ = ["Looking"]
-
 
 async def noted(store: Store, owner: str = ME, limit: int = 100) -> list[GroupEnd]:
     return [end for _, end in await store.storage.ends(owner, limit)]

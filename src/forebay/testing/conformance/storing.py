@@ -39,8 +39,6 @@ from forebay.testing.conformance.suite import (
 )
 from forebay.testing.samples import make_group
 
-__all__ = ["Storing"]
-
 
 class Shortest(ReplayPolicy):
     @staticmethod

@@ -17,8 +17,6 @@ from forebay.core.rollout import RolloutState, Status
 from forebay.storage.base import Arrival, Claim, Content, Purpose, Rows, Storage, TaskSummary
 from forebay.testing.samples import make_group
 
-__all__ = ["Store", "Suite", "storage_test"]
-
 S = TypeVar("S", bound="Suite")
 
 ME, OTHER = "me", "other"

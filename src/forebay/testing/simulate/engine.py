@@ -34,8 +34,6 @@ from forebay.prompts.sources import start_again
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["EngineFigures", "LengthModel", "LongTail", "SimulatedEngine", "token", "tokens"]
-
 VOCABULARY = 32_000
 """Token ids are below this."""
 

@@ -34,8 +34,6 @@ from typing import Any, TypeVar
 from forebay.core.validate import checked_integer
 from forebay.errors import ForebayError, InvalidInput
 
-__all__ = ["NotSimulated", "SimulatedLoop", "SimulationLimit", "SimulationStuck", "run"]
-
 T = TypeVar("T")
 
 _WIND_UP_EVENTS = 1_000_000
