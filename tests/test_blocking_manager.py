@@ -231,9 +231,9 @@ def test_a_batch_is_requested_when_its_request_is_used_and_only_once() -> None:
         request = manager.get_batch(4, 1, timeout_s=HANG_S)
         assert line(manager)["leased"] == 0
         request.take()
-        with pytest.raises(InvalidInput, match="asked for already"):
+        with pytest.raises(InvalidInput, match="already asked for"):
             request.take()
-        with pytest.raises(InvalidInput, match="asked for already"), request:
+        with pytest.raises(InvalidInput, match="already asked for"), request:
             pass
 
 
@@ -380,7 +380,7 @@ def test_start_raises_the_error_of_a_producer_that_cannot_start() -> None:
         with pytest.raises(InvalidInput, match="batch_size"):
             manager.start(0)
         manager.start(4)
-        with pytest.raises(InvalidInput, match="runs already"):
+        with pytest.raises(InvalidInput, match="is already running"):
             manager.start(4)
         manager.get_batch(4, 1, timeout_s=HANG_S).take()
 

@@ -234,7 +234,7 @@ async def test_stats_are_flat_and_name_every_place() -> None:
 async def test_a_draw_that_lost_the_race_learns_where_the_cursor_is() -> None:
     buffer = ReplayBuffer()
     await draw(buffer, 3)
-    with pytest.raises(CursorMoved, match="stands at 3") as caught:
+    with pytest.raises(CursorMoved, match="its position is 3") as caught:
         await internals(buffer).issue([make_group(status=Status.INIT)], "math", cursor=1)
     assert caught.value.cursor == 3
     assert (await internals(buffer).position("math")) == (3, None)

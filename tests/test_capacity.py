@@ -224,7 +224,7 @@ def test_g11_a_batch_that_can_never_fit_ends_the_wait_at_once_with_the_numbers(a
     async def main() -> None:
         buffer = AsyncReplayBufferConfig(max_bytes=20_000, expect_group_bytes=6_000).build()
         train = train_ahead if ahead else train_in_turns
-        with pytest.raises(InvalidConfig, match=r"of 8 groups of task 'math' are there, nothing is in flight .*20000"):
+        with pytest.raises(InvalidConfig, match=r"of 8 groups of task 'math' are buffered, none is in flight .*20000"):
             await train(buffer, [a_task(buffer, lambda: 3_000, ahead=ahead)], 8, 3)
         assert asyncio.get_running_loop().time() < 60
         assert (await closed_ledger(buffer))["buffered"] >= 3
@@ -251,7 +251,7 @@ def test_a_batch_can_never_come_only_when_buffered_groups_leave_no_room_for_a_pr
         buffer = AsyncReplayBufferConfig(max_bytes=100_000, expect_group_bytes=90_000).build()
         answers = iter([60_000, 60_000])
         train = train_ahead if ahead else train_in_turns
-        with pytest.raises(InvalidConfig, match=r"the next prompt \([0-9,]+ bytes without responses\) finds no room"):
+        with pytest.raises(InvalidConfig, match=r"the next prompt \([0-9,]+ bytes without responses\) does not fit"):
             await train(buffer, [a_task(buffer, lambda: next(answers, 100), ahead=ahead)], 8, 3)
         assert (await buffer.storage.summary()).usage.bytes > 100_000
         line = await closed_ledger(buffer)

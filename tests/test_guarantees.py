@@ -268,7 +268,7 @@ async def test_g11_a_wait_can_be_explained_while_it_lasts() -> None:
     putting = asyncio.ensure_future(buffer.put(make_group(), "math"))
     await turns()
     explanation = await buffer.explain_wait()
-    assert "room for 1 groups of task 'math'" in explanation
+    assert "capacity for 1 groups of task 'math'" in explanation
     assert "nothing new fits until groups leave" in explanation
     assert (await buffer.stats())["forebay/waiting"] == 1
     await buffer.get(1, "math", Status.COMPLETED)

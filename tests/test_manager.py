@@ -383,9 +383,9 @@ async def test_a_request_is_for_one_batch() -> None:
     plane = colocated()
     request = plane.manager.produce_batch(1, 1, model_step=0)
     await request
-    with pytest.raises(InvalidInput, match="asked for already"):
+    with pytest.raises(InvalidInput, match="already asked for"):
         await request
-    with pytest.raises(InvalidInput, match="asked for already"):
+    with pytest.raises(InvalidInput, match="already asked for"):
         async with request:
             pass
 
@@ -661,7 +661,7 @@ async def test_a_step_that_was_acknowledged_is_refused_with_the_next_one() -> No
     plane = colocated()
     for step in (1, 2):
         await plane.manager.produce_batch(1, step, model_step=step - 1)
-    with pytest.raises(InvalidInput, match="train step 2 was acknowledged already; the next one is 3"):
+    with pytest.raises(InvalidInput, match="train step 2 was already acknowledged; the next one is 3"):
         await plane.manager.produce_batch(1, 2, model_step=1)
     assert len((await plane.manager.produce_batch(1, 3, model_step=2)).groups) == 1
 
@@ -670,7 +670,7 @@ async def test_a_step_that_was_acknowledged_is_refused_with_the_next_one() -> No
 async def test_weights_older_than_those_in_use_are_refused() -> None:
     plane = colocated()
     await plane.manager.produce_batch(1, 5, model_step=4)
-    with pytest.raises(InvalidInput, match="model_step is 3, but weights of step 4 were used already"):
+    with pytest.raises(InvalidInput, match="model_step is 3, but weights of step 4 were already used"):
         await plane.manager.produce_batch(1, 6, model_step=3)
     assert plane.manager.model_step == 4
 
@@ -680,7 +680,7 @@ async def test_two_calls_at_once_are_refused() -> None:
     plane = colocated(loop=after(5))
     producing = asyncio.ensure_future(plane.manager.produce_batch(1, 1, model_step=0).__aenter__())
     await asyncio.sleep(1)
-    with pytest.raises(InvalidInput, match="being produced already; one call at a time"):
+    with pytest.raises(InvalidInput, match="already being produced; one call at a time"):
         await plane.manager.produce_batch(1, 1, model_step=0)
     assert len((await producing).groups) == 1
 

@@ -149,7 +149,7 @@ def test_a_colocated_run_continues_where_it_was(fresh: Callable[[], Path]) -> No
         assert await other.manager.resume(directory) == 2
         assert {name: await held(other.buffer, name) for name in "ab"} == before
         assert await other.buffer.ledger() == await plane.buffer.ledger()
-        with pytest.raises(InvalidInput, match="train step 2 was acknowledged already"):
+        with pytest.raises(InvalidInput, match="train step 2 was already acknowledged"):
             await other.manager.produce_batch(3, 2, model_step=2)
         assert len((await other.manager.produce_batch(3, 3, model_step=2)).groups) == 3
 

@@ -75,7 +75,7 @@ def test_a_step_is_planned_once() -> None:
 
 def test_an_acknowledged_step_is_refused_with_the_next_one() -> None:
     progress = filled()
-    with pytest.raises(InvalidInput, match="train step 2 was acknowledged already; the next one is 3"):
+    with pytest.raises(InvalidInput, match="train step 2 was already acknowledged; the next one is 3"):
         progress.plan(1, 2)
 
 

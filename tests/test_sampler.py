@@ -406,7 +406,7 @@ async def test_a_loader_cannot_go_on_from_a_map_style_position() -> None:
 async def test_a_loader_of_a_plain_sampler_serves_one_task() -> None:
     sampler = Sampler(Loader(3))
     await sampler.sample("math")
-    with pytest.raises(InvalidInput, match="serves task 'math', and cannot serve 'code'"):
+    with pytest.raises(InvalidInput, match="serves task 'math', and cannot also serve 'code'"):
         await sampler.sample("code")
     assert numbers([await sampler.sample("math")]) == [1]
 
@@ -665,7 +665,7 @@ async def test_a_draw_returns_as_many_as_fit(kind: Callable[[int], Any]) -> None
     drawn = await sampler.draw(5, "math")
     assert len(drawn) == 3
     for _ in range(2):
-        with pytest.raises(WaitTimeout, match="room to draw 2 groups of task 'math'"):
+        with pytest.raises(WaitTimeout, match="capacity to draw 2 groups of task 'math'"):
             await sampler.draw(2, "math", timeout_s=0)
     assert await closed_ledger(buffer) == {"issued": 3, "in_flight": 3}
     await complete(buffer, drawn[:2])
@@ -684,7 +684,7 @@ async def test_a_draw_waits_for_room_for_one(kind: Callable[[int], Any]) -> None
     waiting = asyncio.ensure_future(sampler.draw(5, "math"))
     await turns(20)
     assert not waiting.done()
-    assert "room to draw 5 groups" in await buffer.explain_wait()
+    assert "capacity to draw 5 groups" in await buffer.explain_wait()
     await complete(buffer, drawn[:1])
     await turns(20)
     assert not waiting.done()
@@ -703,7 +703,7 @@ async def test_room_in_bytes_counts_too(kind: Callable[[int], Any]) -> None:
     sampler = SamplerWithReplayBuffer(kind(10), buffer)
     drawn = await sampler.draw(5, "math")
     assert len(drawn) == 2
-    with pytest.raises(WaitTimeout, match="room to draw 1 groups"):
+    with pytest.raises(WaitTimeout, match="capacity to draw 1 groups"):
         await sampler.draw(1, "math", timeout_s=0)
     waiting = asyncio.ensure_future(sampler.draw(5, "math"))
     await turns(20)

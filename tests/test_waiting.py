@@ -67,7 +67,7 @@ async def test_drawing_waits_for_room_and_returning_never_does() -> None:
 async def test_a_put_that_times_out_stores_nothing() -> None:
     buffer = ReplayBuffer(max_bytes=1_000)
     await buffer.put(make_group(tokens=20), "math")
-    with pytest.raises(WaitTimeout, match="room for 1 groups"):
+    with pytest.raises(WaitTimeout, match="capacity for 1 groups"):
         await buffer.put(make_group(tokens=20), "math", timeout_s=0)
     assert await closed_ledger(buffer) == {"issued": 1, "buffered": 1}
 

@@ -150,7 +150,7 @@ class StrategyParts(TypedDict, total=False):
 
 
 class StrategyConfig(Config, StrategySettings, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """How a task is produced; see `AsyncProduceStrategy`. Kind `sync` takes no setting of running ahead."""
+    """How a task is produced; see `AsyncProduceStrategy`. Kind `sync` accepts no settings for running ahead."""
 
     table: ClassVar[str] = "strategy"
 
@@ -163,7 +163,7 @@ class StrategyConfig(Config, StrategySettings, kw_only=True, frozen=True, forbid
             raise InvalidConfig(f"unknown filters {sorted(unknown)}; expected some of {', '.join(_FILTERS)}")
         for name, default in msgspec.structs.asdict(StrategySettings()).items():
             if self.kind == "sync" and name not in SYNC_ARGUMENTS and getattr(self, name) != default:
-                raise InvalidConfig(f"{name}={getattr(self, name)!r} with kind='sync', which never runs ahead")
+                raise InvalidConfig(f"{name}={getattr(self, name)!r} is set, but kind='sync' never runs ahead")
 
     def build(self, replay_buffer: ReplayBuffer, **parts: Unpack[StrategyParts]) -> ProduceStrategy:
         """The strategy; the filters of this config are applied before `is_valid_sample_fn`."""

@@ -912,7 +912,7 @@ def test_a_step_that_was_acknowledged_late_is_not_handed_out_again(colocated: bo
         async with Trainer(colocated) as trainer:
             await trainer.trains_in_an_outage()
             await trainer.restore()
-            with pytest.raises(InvalidInput, match="train step 1 was acknowledged already; the next one is 2"):
+            with pytest.raises(InvalidInput, match="train step 1 was already acknowledged; the next one is 2"):
                 await trainer.batch(1)
             assert (await trainer.ledger())["trained"] == 4
 

@@ -318,7 +318,7 @@ class OpenAIAgentLoop(AgentLoop):
         """Receive an answer, and keep it if the server has the current weights.
 
         One connection belongs to one process; the server is asked which one while the answer arrives. `vouched`:
-        whether to keep the answer if nobody replies.
+        whether to keep the answer if the server does not say.
         """
         confirming = asyncio.create_task(self._monitor.confirm())
         receiving = asyncio.create_task(self._receive(response, answer))

@@ -165,7 +165,7 @@ class Outage:
                 self._reason = str(error)
 
     def _allow_probe(self) -> None:
-        """Allow one more group after 1, 2, 4, ... delays; more of them would not tell more."""
+        """Allow one more group after 1, 2, 4, ... delays; more groups would show nothing new."""
         if self._delays & (self._delays - 1) == 0:
             self._probes += 1
             if self.on_change is not None:

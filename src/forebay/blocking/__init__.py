@@ -14,7 +14,7 @@
         with buffer.lease_batch({"math": 64}, train_step=1, timeout_s=600) as lease:
             train(lease.groups)
 
-The native object (`native`) lives on an event loop in its own thread. Every call runs there while the caller waits.
+The native object (`native`) runs on an event loop in its own thread. Every call runs there while the caller waits.
 Each method does what the native one does; methods that producers use on the event loop are only on `native`. Ctrl-C (or
 any exception) in the waiting caller cancels the call, and surfaces when the call has ended; groups leased at
 that very moment are returned. Groups that are taken for good (`get`, `take_batch`, `take`) cannot be returned: prefer a

@@ -261,7 +261,7 @@ def _end_with_the_process() -> None:
 
 
 class Facade(Generic[N_co]):
-    """A native object, and the thread whose event loop it lives on."""
+    """A native object, and the thread of the event loop that it belongs to."""
 
     def __init__(self, native: N_co, thread: LoopThread) -> None:
         self.native = native

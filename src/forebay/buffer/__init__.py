@@ -1,4 +1,4 @@
-"""The replay buffer: groups between those who generate and those who train."""
+"""The replay buffer: groups between producers and trainers."""
 
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.lease import Lease, LeaseRequest

@@ -1,8 +1,8 @@
 """ReplayBuffer: policy and storage, with limits, leases and waiting.
 
-It owns no group: rows, counts, clocks and limits live in the storage, which moves them in single steps. This file has
+It owns no group: rows, counts, clocks and limits are in the storage, which changes them in single steps. This file has
 the methods that users call; they check arguments and order those steps: groups that come in pass `admission`, groups
-that leave pass `claims`, and waits wake on the change itself (G11). Work that could hold the event loop for long is cut
+that leave pass `lease`, and waits wake on the change itself (G11). Work that could hold the event loop for long is cut
 into slices (G10). A buffer belongs to one event loop at a time; `forebay.blocking` serves other threads.
 """
 
@@ -45,13 +45,13 @@ Groups = list[list[RolloutState]]
 
 
 class ReplayBuffer:
-    """Groups of rollouts between those who generate and those who train.
+    """Keeps groups of rollouts between producers and trainers.
 
     `max_groups` and `max_bytes` bound the groups in flight, buffered and leased together. A group that is being
     generated counts with the size that it is expected to have: its prompt, and for each member the 99th percentile of
     the responses of its task (before the first ones are back, `expect_group_bytes` for all its members). So groups
     exceed `max_bytes` by at most what they grow beyond that. `lease_s`: how long an owner keeps its groups without a
-    heartbeat (None: as long as its process lives; 60 s on shared storages). `keep_trained`: the number of the last
+    heartbeat (None: until its process ends; 60 s on shared storages). `keep_trained`: the number of the last
     trained groups that stay readable as ARCHIVED. `on_group_end`: a function, plain or async, that gets a `GroupEnd`
     for every group that leaves for good; see `group_ends`.
     """
@@ -151,10 +151,10 @@ class ReplayBuffer:
         priority: float | None = None,
         timeout_s: float | None = None,
     ) -> int | None:
-        """Store one group, which is the buffer's from then on; returns its uid (None for an empty list).
+        """Store one group, which belongs to the buffer from then on; returns its uid (None for an empty list).
 
         Tokens without a version are stamped with `model_step`; with `current_train_step` the group is judged for
-        age. A group that was drawn comes back; any other is put by hand, and waits for room.
+        age. A group that was drawn comes back; any other is put by hand, and waits for capacity.
         """
         if isinstance(items, Sized) and not len(items):
             return None
@@ -240,7 +240,7 @@ class ReplayBuffer:
     async def wait_ready(
         self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED, timeout_s: float | None = None
     ) -> None:
-        """Wait until every task has the groups that are asked for; takes nothing."""
+        """Wait until every task has the groups in `wants`; takes nothing."""
         await self._session.ready()
         status = checked_status(group_status)
         wants = checked_wants(wants)
@@ -268,7 +268,7 @@ class ReplayBuffer:
         )
 
     async def is_ready(self, wants: Mapping[str, int], *, group_status: Status = Status.COMPLETED) -> bool:
-        """Whether every task has the groups that are asked for; tasks asked for 0 or less do not count."""
+        """Whether every task has the groups in `wants`; tasks with 0 or less do not count."""
         await self._session.ready()
         return await self._is_ready(checked_wants(wants), checked_status(group_status))
 
@@ -278,7 +278,7 @@ class ReplayBuffer:
         return all(summary.task(task_name).fresh.get(status, 0) >= n for task_name, n in wants.items())
 
     async def explain_wait(self) -> str:
-        """What is being waited for, what there is of it, and who holds the rest."""
+        """The waits in progress, the groups that their tasks have, and the owners of those that are not buffered."""
         return await self._session.explain()
 
     # --- age ------------------------------------------------------------------------------------------
@@ -292,9 +292,9 @@ class ReplayBuffer:
         task_token_stale_thresholds: Mapping[str, int | None] | None = None,
         expired_groups_retryable_by_task: Mapping[str, bool] | None = None,
     ) -> dict[str, int]:
-        """Expire what is too old for a train step; returns how many groups newly expired, by task.
+        """Expire groups that are too old for a train step; returns the number of newly expired groups by task.
 
-        Costs in proportion to what expires. From its start on nothing that is too old leaves the buffer.
+        The cost grows with the groups that expire. From its start on, no group that is too old leaves the buffer.
         """
         await self._session.ready()
         checked_integer("current_train_step", current_train_step, least=1)
@@ -317,7 +317,7 @@ class ReplayBuffer:
         expired = await self._expiry.expire(limits, chosen)
         for task_name, limit in limits.items():
             if not limit.retryable and Status.EXPIRED in chosen:
-                await self._expiry.drop_expired(task_name)  # left from a time when they could be retried
+                await self._expiry.drop_expired(task_name)  # from before: they could be retried then
         return expired
 
     # --- looking --------------------------------------------------------------------------------------
@@ -347,7 +347,7 @@ class ReplayBuffer:
         return await self.storage.records(self._resolved(query), limit)
 
     async def read(self, uid: int) -> list[RolloutState] | None:
-        """The samples of a group, as copies; None if it is no longer there. Never moves anything."""
+        """The samples of a group, as copies; None if it no longer exists. Never moves anything."""
         await self._session.ready()
         row = await self.storage.read(checked_integer("uid", uid))
         return None if row is None else present(row)
@@ -363,7 +363,7 @@ class ReplayBuffer:
         return resolve_staleness(parse(query), self._expiry.last_train_step)
 
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
-        """Set priorities by uid; returns how many of these groups are still there."""
+        """Set priorities by uid; returns how many of these groups still exist."""
         await self._session.ready()
         checked = {
             checked_integer("uid", uid): checked_priority(f"priority of uid {uid}", priority)
@@ -393,7 +393,7 @@ class ReplayBuffer:
     async def save(
         self, path: str | os.PathLike[str], *, model_step: int | None = None, no_save_replay_buffer: bool = False
     ) -> None:
-        """Write a checkpoint of everything, at any moment, while everything continues.
+        """Write a checkpoint of everything, at any moment, while producers and trainers continue.
 
         `model_step` says which weights it goes with: leases for steps up to it are saved as trained. The checkpoint
         that was at the path stays until the new one is complete. `no_save_replay_buffer`: prompts only, which are
@@ -404,7 +404,7 @@ class ReplayBuffer:
     async def resume(self, path: str | os.PathLike[str]) -> int | None:
         """Resume a checkpoint, under any policy and in any storage; returns its model step.
 
-        Into another storage than it was made from: that must be empty. Into the same durable store: groups that were
+        A storage other than the one that was saved must be empty. In the same durable store, groups that were
         acknowledged for steps after the model step are handed out again; CheckpointTooOld if the store dropped some.
         """
         return (await self._internals.resume(path)).model_step

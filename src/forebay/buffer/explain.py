@@ -53,7 +53,7 @@ def figures(
 def explanation(
     waits: Sequence[Wait], now: float, summary: Summary, settings: Settings, produced: Collection[str] | None
 ) -> str:
-    """What is waited for, and for every task concerned what there is and who holds the rest."""
+    """The waits, and for every task concerned the groups that it has and the owners of those that are not buffered."""
     lines = [f"waited {now - wait.since:.1f} s so far for {wait.what}" for wait in waits]
     if not lines:
         lines.append("nothing is waiting")
@@ -116,7 +116,7 @@ def _task_line(task_name: str, task: TaskSummary) -> str:
         f"{line['discarded']} discarded"
     )
     if not line["in_flight"] and not line["leased"] and not line["buffered"]:
-        text += "; nobody is generating for it"
+        text += "; no producer is generating for it"
     return text
 
 

@@ -1,10 +1,10 @@
-"""Telling a user of every group that leaves for good: `on_group_end(event)`.
+"""Calls a user's function for every group that leaves for good: `on_group_end(event)`.
 
 The storage notes an end in the very step that moves the group (an outbox), and forgets the note when the callback has
-returned. So a durable store tells of every end at least once, over any crash; one in memory at most once. The callback
-runs in the process of the buffer that has it: awaited if it is async, else in a thread that exists for it alone. An
+returned. So a durable store reports every end at least once, over any crash; one in memory at most once. The callback
+runs in the process of the buffer that has it: awaited if it is async, else in a dedicated thread. An
 exception in it is logged and counted, and stops nothing. A lease that a checkpoint counts as trained ends there, and is
-not told of.
+not reported.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ OnGroupEnd: TypeAlias = "Callable[[GroupEnd], Awaitable[object] | object]"
 
 _SLICE_EVENTS = 64
 _LAST_EVENTS_S = 10.0
-"""How long closing a buffer waits for callbacks; what a durable store has noted is told by the next buffer."""
+"""How long closing a buffer waits for callbacks; the next buffer reports the remaining notes of a durable store."""
 
 _RETRY_S = 1.0
 
 
 class GroupEnds:
-    """Tells a callback of the groups that end, from the event loop of its buffer."""
+    """Reports the groups that end to a callback, from the event loop of its buffer."""
 
     def __init__(self, storage: Storage, owner: str, callback: OnGroupEnd) -> None:
         if not callable(callback):
@@ -46,11 +46,11 @@ class GroupEnds:
         self.failed = 0
 
     def tell_from(self, changes: Changes) -> None:
-        """Tell of what the storage noted, and will note, in the background of the running loop."""
+        """Report the ends that the storage notes, in the background of the running loop."""
         self._task = asyncio.create_task(self._run(changes), name="on_group_end")
 
     async def stop(self) -> None:
-        """Let it tell of what has ended until now; its changes are closed, so that it stops then."""
+        """Wait until all ends so far are reported. The task then stops, because its changes are closed."""
         task, self._task = self._task, None
         if task is not None and task.get_loop() is asyncio.get_running_loop():
             await asyncio.wait((task,), timeout=_LAST_EVENTS_S)
@@ -72,21 +72,21 @@ class GroupEnds:
             except BufferClosed:
                 if closed:
                     return
-                closed = True  # once more: something may have ended just before
-            except Exception as error:  # the storage is away; what it noted stays noted
+                closed = True  # once more: a group may have ended just before
+            except Exception as error:  # the storage is unavailable; its notes stay
                 log.warning("group_ends_not_told error=%r", error)
                 if closed:
                     return
                 await asyncio.sleep(_RETRY_S)
 
     async def _tell(self) -> bool:
-        """Tell of some ends; whether there were any."""
+        """Report some ends; whether there were any."""
         noted = await self._storage.ends(self._owner, _SLICE_EVENTS)
         durable = self._storage.durable
         told: list[int] = []
         try:
             for number, event in noted:
-                if not durable:  # at most once: an interrupted callback was told
+                if not durable:  # at most once: an interrupted callback counts as called
                     await self._storage.forget_ends((number,))
                 try:
                     await self._call(event)

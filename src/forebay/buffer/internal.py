@@ -1,4 +1,4 @@
-"""What samplers, strategies and managers need of a buffer, and users do not.
+"""The part of a buffer that samplers, strategies and managers use, and users do not.
 
 `internals(buffer)` gives access to it. Everything here follows the same rules as the public methods: one step of the
 storage at a time, waits that explain themselves.
@@ -202,7 +202,7 @@ class Internals:
                 ready = Ready(room_groups=full.groups, room_bytes=full.bytes)
                 return None
 
-        what = f"room for {len(arrivals)} groups of task {task_name!r}"
+        what = f"capacity for {len(arrivals)} groups of task {task_name!r}"
         records = await self.session.until(store, what, (task_name,), timeout_s, lambda: ready)
         if in_force != NO_LIMITS and self.expiry.limits(task_name) == NO_LIMITS:
             await self.expiry.advance({task_name: Clock(limits=in_force)})
@@ -250,7 +250,7 @@ class Internals:
         return LeaseAttempt(self.claims, wants, train_step)
 
     async def try_lease(self, wants: Mapping[str, int], train_step: int) -> Lease | None:
-        """A full batch of COMPLETED groups if it is there, else None; never waits."""
+        """A full batch of COMPLETED groups if it is available, else None; never waits."""
         await self.session.ready()
         attempt = self.lease_attempt(wants, train_step)
         return await attempt.grant() if await attempt.claim() else None

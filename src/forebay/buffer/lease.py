@@ -94,7 +94,7 @@ class Lease:
         if self._settled is event:
             return
         if self._settled is not None:
-            raise LostLease(f"{self!r}: it was settled already, and cannot be {event.name.lower()} now")
+            raise LostLease(f"{self!r}: it was already settled, and cannot be {event.name.lower()} now")
         watched = self.on_ack if event is Event.ACKED else None
         if watched is not None:
             watched(True)
@@ -128,7 +128,7 @@ class Lease:
         """These groups are of no use: they leave as discarded, for this reason; the others stay leased."""
         checked_reason(reason)
         if self._settled is not None:
-            raise LostLease(f"{self!r}: it was settled already, and nothing of it can be rejected now")
+            raise LostLease(f"{self!r}: it was already settled, and none of its groups can be rejected now")
         chosen: dict[tuple[str, int], int] = {}
         for group in groups:
             first = group[0] if isinstance(group, (list, tuple)) and group else None
@@ -204,7 +204,7 @@ class Request(Coroutine[Any, Any, T]):
 
     async def _granted(self) -> T:
         if self._used:
-            raise InvalidInput("this batch was asked for already; call again for another one")
+            raise InvalidInput("this batch was already asked for; call again for another one")
         self._used = True
         return await self._grant()
 
@@ -276,7 +276,7 @@ class Claims:
         return [present(row) for row in rows.get(task_name, ())]
 
     async def claim(self, claim: Claim) -> Rows | None:
-        """Claim what is there; None if not all of a whole batch is. If groups had to expire first, claim once more."""
+        """Claim groups; None if some of a whole batch are missing. If groups had to expire first, claim once more."""
         await self._session.ready()
         await self.give_back_owed()
         rows, due = await self._claim(claim)
@@ -317,7 +317,7 @@ class Claims:
     async def give_back_owed(self) -> None:
         """Return groups of earlier claims that could not be returned because the storage was away."""
         for owed in list(self._owed):
-            with suppress(BufferClosed):  # then they are back already
+            with suppress(BufferClosed):  # then they are already back
                 await self._storage.undo(*owed)
             self._owed = [other for other in self._owed if other is not owed]
 

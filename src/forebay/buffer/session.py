@@ -54,7 +54,7 @@ class Session:
         self._opened = False
         self._asked: list[Mapping[str, int]] = []
         self._next_reap = 0.0  # when dead owners may be found again
-        self._refused: Facts | None = None  # of the last prompt, if there was no room for it
+        self._refused: Facts | None = None  # of the last prompt, if it did not fit
 
     # --- opening and closing --------------------------------------------------------------------------
 
@@ -152,14 +152,14 @@ class Session:
     ) -> T:
         """Repeat an attempt after every change of the tasks until it returns something; `explain_wait` lists it.
 
-        WaitTimeout explains what was missing. `ready()`: the least that has to be there, for a storage that can wait
-        for that by itself. `wants`: the batch of completed groups that it waits for; InvalidConfig at once if that can
+        WaitTimeout explains what was missing. `ready()`: the least that has to be available, for a storage that can
+        wait for that by itself. `wants`: the batch of completed groups that it waits for; InvalidConfig if that can
         never come. `needs_room`: it may also wait for capacity, which any task can free.
         """
         changes = await self.ready()
         deadline = Deadline(timeout_s)
         bounded = self.settings.max_groups is not None or self.settings.max_bytes is not None
-        # The check of `wants` looks at other tasks, too.
+        # The check of `wants` depends on other tasks, too.
         woken_by = ANY_TASK if bounded and (needs_room or wants is not None) else tasks
         ticket = changes.ticket(woken_by)
         found = await attempt()
@@ -194,7 +194,7 @@ class Session:
             reaped = await self.storage.reap()
             if reaped.returned:
                 return
-            # An owner that came after this look has no deadline in it: look again within the time of a lease.
+            # The deadline of an owner that opens later is not known yet: reap again within the time of a lease.
             ends = [seconds for seconds in (reaped.next_s, self.lease_s) if seconds is not None]
             self._next_reap = clock() + min(ends, default=math.inf)
         left_s = deadline.left_s()
@@ -213,7 +213,7 @@ class Session:
 
     @contextmanager
     def asking(self, wants: Mapping[str, int]) -> Iterator[None]:
-        """Within this block producers of this buffer work only for the caller, who waits for this batch."""
+        """Within this block producers of this buffer work only for the caller, which waits for this batch."""
         self._asked.append(wants)
         try:
             yield
@@ -221,21 +221,21 @@ class Session:
             self._asked.remove(wants)
 
     async def refused(self, prompt: Facts) -> None:
-        """There is no room for a prompt. InvalidConfig if the producer would wait forever, too."""
+        """A prompt does not fit. InvalidConfig if a caller of `asking` would wait forever."""
         is_news, self._refused = self._refused is None, prompt
         for wants in self._asked:
             await self.check_can_come(wants)
         if is_news:
-            self.nudge()  # perhaps waits for a batch are in vain
+            self.nudge()  # waits check whether their batch can still come
 
     def accepted(self) -> None:
-        """Prompts found room."""
+        """The last prompts fitted."""
         self._refused = None
 
     async def check_can_come(self, wants: Mapping[str, int]) -> None:
-        """InvalidConfig if a batch is not there and can never be.
+        """InvalidConfig if a batch is incomplete and can never be complete.
 
-        That is: a producer of this buffer found no room for its next prompt, nothing is in flight, leased, or buffered
+        That is: the next prompt of a producer of this buffer does not fit, nothing is in flight, leased, or buffered
         to be generated again, the buffered groups are not enough, and no other caller waits for any of them: they
         belong to the tasks of this batch (also those of which it wants none) or to tasks that no manager produces.
         """
@@ -246,19 +246,19 @@ class Session:
         summary = await self.storage.summary()
         if fits(summary.usage, self.settings, 1, needed) or self._may_change(summary, wants):
             return
-        there = ", ".join(
+        buffered = ", ".join(
             f"{summary.task(name).fresh.get(Status.COMPLETED, 0)} of {n} groups of task {name!r}"
             for name, n in wants.items()
             if n > 0
         )
         raise InvalidConfig(
-            f"a batch can never be complete: {there} are there, nothing is in flight or leased, and the next prompt "
-            f"({needed:,} bytes without responses) finds no room; "
+            f"a batch can never be complete: {buffered} are buffered, none is in flight or leased, and the next prompt "
+            f"({needed:,} bytes without responses) does not fit; "
             f"{explain.capacity(summary, self.settings, self.produced)}. Raise the limit, or ask for less"
         )
 
     def _may_change(self, summary: Summary, wants: Mapping[str, int]) -> bool:
-        """Whether a batch may still come without room for the next prompt."""
+        """Whether a batch may still come although the next prompt does not fit."""
         lines = summary.ledger()
         if any(line["in_flight"] or line["leased"] for line in lines.values()):
             return True
@@ -272,7 +272,7 @@ class Session:
         return all(summary.task(name).fresh.get(Status.COMPLETED, 0) >= n for name, n in wants.items())
 
     async def explain(self) -> str:
-        """What is being waited for, what there is of it, and who holds the rest."""
+        """See `ReplayBuffer.explain_wait`."""
         summary = await self.storage.summary(holdings=True)
         now = asyncio.get_running_loop().time()
         text = explain.explanation(self.waits, now, summary, self.settings, self.produced)

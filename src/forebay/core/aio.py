@@ -103,7 +103,7 @@ DATA = Pool("data", 64, "data sets")
 
 
 class Turns:
-    """A lock for whatever event loop runs: what it guards may outlive one."""
+    """A lock for the running event loop, in an object that may outlive that loop."""
 
     def __init__(self) -> None:
         self._lock: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
@@ -181,7 +181,7 @@ async def run_user_code(
             name = getattr(work, "__qualname__", work)
             log.warning("user_code_left_behind call=%s: it ignored a cancel for %g s", name, cancel_timeout_s)
     if future.done():
-        ignore_exception(future)  # the caller may not look at it
+        ignore_exception(future)  # the caller may never retrieve it
     else:
         future.add_done_callback(ignore_exception)
     return UserCall(future, in_time, cancelled)
@@ -203,13 +203,13 @@ async def in_thread(work: Callable[[], T], *, pool: Pool = FILES, undo: Callable
 
 def start_thread(work: Callable[[], T], *, pool: Pool = FILES) -> asyncio.Future[T]:
     """Begin work that blocks. The future is not to be cancelled: the thread would not notice."""
-    # Not asyncio.to_thread, which makes a task: a loop that shuts down would cancel that, and lose what it brought.
+    # Not asyncio.to_thread, which makes a task: a loop that shuts down would cancel that, and lose its result.
     context = contextvars.copy_context()
     return asyncio.get_running_loop().run_in_executor(pool, lambda: context.run(work))
 
 
 async def grace(future: asyncio.Future[Any]) -> None:
-    """Give work of a cancelled caller a moment to end; whatever has not ended then is left behind."""
+    """Give work of a cancelled caller a moment to end; work that has not ended then is left behind."""
     await see_through(future, CANCEL_GRACE_S)  # the caller passes its first cancel on
     if not future.done():
         log.warning("call_left_behind: a thread did not end within %g s of a cancel", CANCEL_GRACE_S)
@@ -254,7 +254,7 @@ class Changes:
         self._waiters: dict[asyncio.Future[None], Collection[str]] = {}
 
     def ticket(self, tasks: Collection[str] = ANY_TASK) -> int:
-        """Take it before looking; a later change of these tasks ends the wait."""
+        """The number of changes of these tasks. Take it before reading: a later change ends the wait."""
         if not tasks:
             return self._all
         return self._any + sum(self._by_task.get(task_name, 0) for task_name in tasks)
@@ -295,7 +295,7 @@ class Changes:
     ) -> None:
         """Until one of these tasks changed after the ticket, or for `timeout_s`.
 
-        `watch` has the storage report changes, if it has to be asked to; if that fails, so does the wait.
+        `watch` asks the storage to report changes, if it has to be asked; if that fails, so does the wait.
         """
         if self.ticket(tasks) == ticket and not self._closed:
             waiter = self._loop.create_future()

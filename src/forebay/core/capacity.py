@@ -1,7 +1,7 @@
 """The capacity of a buffer, and how much of it a group that is being generated will need.
 
 Capacity is reserved when a group is issued: the bytes of its prompt, and for every member the 99th percentile of the
-size of a response, as the groups of its task showed it. The reservation is part of the group's record and gives way to
+size of a response, measured in the groups of its task. The reservation is part of the group's record and gives way to
 the true size when the group is back. So groups exceed `max_bytes` by at most what they grow beyond their reservations.
 One group can start whenever nothing is in flight and its prompt fits: its reservation is then at most the free space,
 so that one long response does not keep shorter ones out. Pure: storages keep the sizes by task (`Account.sizes`).
@@ -19,11 +19,11 @@ from forebay.core.rollout import Status
 from forebay.errors import InvalidConfig, NoRoom
 
 EXPECT_GROUP_BYTES = 1 << 20
-"""What the responses of a group are taken to need before the first group of its task is back."""
+"""The assumed size of the responses of a group before the first group of its task is back."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a storage is told when it opens."""
+    """The settings that an owner opens a storage with."""
 
     order: Order = ARRIVAL
     choose: Choose | None = None
@@ -34,9 +34,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """What counts against the capacity: groups in flight, buffered and leased, and their bytes.
+    """The used capacity: groups in flight, buffered and leased, and their bytes.
 
-    `reserved`: bytes that are kept free for those of them that are still to be generated, see `capacity`.
+    `reserved`: bytes that are kept free for responses that are still to be generated.
     """
 
     groups: int
@@ -47,7 +47,7 @@ class Usage(msgspec.Struct, frozen=True):
 Sizes = Mapping[int, int]
 
 MAX_SIZES = 1_024
-"""Responses that are remembered before the older half of them counts half: the sizes follow a run that changes."""
+"""At this number of responses all counts are halved, so that newer sizes weigh more."""
 
 
 def response_size(facts: Facts) -> int | None:
@@ -109,8 +109,8 @@ def reservation(facts: Facts, sizes: Sizes, settings: Settings, usage: Usage, in
 def reserved_after(reserved_bytes: int, facts: Facts) -> int:
     """The reservation of a group that is stored again.
 
-    What is still to be generated keeps it. Otherwise the true size is its reservation from then on: should the group
-    expire, the capacity to generate it again is still reserved.
+    A group that is still to be generated keeps it. A complete group reserves its true size: if it expires, the
+    capacity to generate it again is still reserved.
     """
     return reserved_bytes if take_event(facts.status) is Event.REDRAWN else facts.bytes
 
@@ -137,8 +137,8 @@ def check_room(usage: Usage, settings: Settings, groups: int, size: int) -> None
     """NoRoom unless this many more groups, of this many bytes together, fit."""
     if not fits(usage, settings, groups, size):
         raise NoRoom(
-            f"no room for {groups} more groups of {size:,} bytes beside {usage.groups} groups of {usage.bytes:,} bytes "
-            f"and {usage.reserved:,} reserved (max_groups={settings.max_groups}, max_bytes={settings.max_bytes})",
+            f"no capacity for {groups} more groups of {size:,} bytes: {usage.groups} groups use {usage.bytes:,} bytes "
+            f"and reserve {usage.reserved:,} more (max_groups={settings.max_groups}, max_bytes={settings.max_bytes})",
             groups,
             size,
         )

@@ -47,7 +47,7 @@ class Place(enum.StrEnum):
     IN_FLIGHT = "in_flight"  # a producer holds it
     BUFFERED = "buffered"
     LEASED = "leased"  # a trainer holds it
-    ARCHIVED = "archived"  # it ended as trained and is kept to be looked at; outside every count but its end
+    ARCHIVED = "archived"  # it ended as trained and is kept for reading; counted only by its end
 
     __hash__ = str.__hash__
 
@@ -176,8 +176,8 @@ class Account(msgspec.Struct, kw_only=True):
     ended_tokens: dict[End, int] = msgspec.field(default_factory=dict)
     reasons: dict[str, int] = msgspec.field(default_factory=dict)
     issued_tokens: int = 0  # generated tokens that arrived with groups, counted as they arrive
-    sizes: dict[int, int] = msgspec.field(default_factory=dict)  # of responses, rounded: how many; see `capacity`
-    reset_tokens: int = 0  # of those, the ones thrown away while their group stayed: too old, or dropped by a producer
+    sizes: dict[int, int] = msgspec.field(default_factory=dict)  # responses by rounded size; see `capacity`
+    reset_tokens: int = 0  # issued tokens that were thrown away while their group stayed: too old, or dropped
     train_step: int | None = None  # the latest step that groups of the task were asked for
     model_step: int | None = None  # of the weights that generate now
     limits: Limits = NO_LIMITS
@@ -213,7 +213,7 @@ class Account(msgspec.Struct, kw_only=True):
         if kept is not None:
             self.reasons[kept] = self.reasons.get(kept, 0) + groups
             if not self.reasons[kept]:
-                del self.reasons[kept]  # what was booked out was put back
+                del self.reasons[kept]  # all groups of this reason were put back
 
 
 def _later(known: int | None, given: int | None) -> int | None:
@@ -232,7 +232,7 @@ def arrival_tokens(before: int, arriving: int, kept: int) -> tuple[int, int]:
 
 
 class GroupEnd(msgspec.Struct, frozen=True, gc=False):
-    """A group left for good. (task_name, group_id, delivery) names the end; a durable store may tell of it twice."""
+    """A group left for good. (task_name, group_id, delivery) names the end; a durable store may report it twice."""
 
     task_name: str
     group_id: int
@@ -287,7 +287,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     samples: int
     tokens: int
     bytes: int
-    response_bytes: int  # of `bytes`, what is not the prompt's
+    response_bytes: int  # the part of `bytes` that is not the prompt
     num_tries: int
     reward: float | None
     oldest_step: int | None
@@ -323,7 +323,7 @@ class Record(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     attempt: int = 0  # how often it was handed to a producer; fences the earlier ones
     deliveries: int = 0  # how often it was leased to a trainer
     revision: int = 0  # counts the changes of status and payload
-    owner: str | None = None  # who holds it, in flight or leased
+    owner: str | None = None  # the owner that holds it, in flight or leased
     lease_id: str | None = None
     train_step: int | None = None  # for which it is leased, or was trained
     reserved_bytes: int = 0  # the size that is kept free for it; see `capacity`
@@ -337,7 +337,7 @@ class Record(msgspec.Struct, frozen=True, gc=False, kw_only=True):
 
 
 def group_end(record: Record, end: End, reason: str | None) -> GroupEnd:
-    """What is told of a group that ends."""
+    """The report of a group that ends."""
     return GroupEnd(
         record.task_name,
         record.group_id,
@@ -350,7 +350,7 @@ def group_end(record: Record, end: End, reason: str | None) -> GroupEnd:
 
 
 class Row(msgspec.Struct, frozen=True, gc=False):
-    """A record with its payload, as it is stored; `present` makes from it what is handed out."""
+    """A record with its payload, as it is stored; `present` makes the copies that are handed out."""
 
     record: Record
     group: Group
@@ -393,7 +393,7 @@ def is_fresh(record: Record, floors: Floors | None) -> bool:
 
 
 def identify(group: Group, task_name: str, group_id: int) -> None:
-    """Give the members of a group its identity as it is stored; no hand-out holds it."""
+    """Write the identity of a group into its members, to store it; a stored group belongs to no attempt."""
     for state in group:
         state.task_name = task_name
         state.group_id = group_id
@@ -401,7 +401,7 @@ def identify(group: Group, task_name: str, group_id: int) -> None:
 
 
 def number_rollouts(group: Sequence[RolloutState], group_id: int) -> None:
-    """Number the members of a group that is handed out, if they have no number yet; stored groups do without."""
+    """Number the members of a group that is handed out, if they have no number yet; stored groups have none."""
     if group[0].rollout_id is None:
         samples = len(group)
         for index, state in enumerate(group):
@@ -409,7 +409,7 @@ def number_rollouts(group: Sequence[RolloutState], group_id: int) -> None:
 
 
 def present(row: Row) -> list[RolloutState]:
-    """Shallow copies of the members as they are handed out, with what the record knows better.
+    """Shallow copies of the members as they are handed out, corrected by the record.
 
     The record is the authority on the attempt, and on a status that a move of the whole group brought about
     (abandoned by its producer, archived).
@@ -427,14 +427,14 @@ def present(row: Row) -> list[RolloutState]:
             state.status = Status.ARCHIVED
     elif record.status is Status.ABORTED:
         for state in members:
-            # One with a response has the status that decides what becomes of it.
+            # A member with a response keeps its status, which decides how it is continued.
             if state.status is not Status.COMPLETED and not carries_response(state):
                 state.status = Status.ABORTED
     return members
 
 
 def separate_extra_fields(members: Sequence[RolloutState]) -> None:
-    """Siblings share their extra fields in the buffer; the caller that gets them writes into them."""
+    """Copy the extra fields, which members share in the buffer: the caller may change them."""
     for state in members:
         state.extra_fields = state.extra_fields.copy()
 

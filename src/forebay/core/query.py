@@ -10,7 +10,7 @@ Every backend must follow these rules:
 - A null value satisfies `$eq`, `$ne`, `$in`, `$not_in` only through a null in the operand, and no other
   operator: `{"reward": {"$ne": 0.5}}` does not match a record without reward; `{"reward": {"$ne": None}}`
   matches those that have one. A tag that a record does not have is null.
-- A tag satisfies a condition only against an operand of its own type (string, number, bool); it never raises.
+- A tag satisfies a condition only against an operand of the same type (string, number, bool); it never raises.
 - Strings compare by code point. Integers and floats compare by value; a bool is not a number.
 
 `staleness` depends on a train step and is not a column of any backend: `resolve_staleness` translates it to

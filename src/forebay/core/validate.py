@@ -91,7 +91,7 @@ def check_group(group: Sequence[RolloutState], task_name: str) -> tuple[int | No
 def plain_columns(group: Sequence[RolloutState]) -> bool:
     """Turn numpy scalars in token columns that are lists into Python numbers; whether there were any.
 
-    `[*state.response_ids, token]` puts them there if `response_ids` is an array. Costs a look at every item: call it
+    `[*state.response_ids, token]` creates such lists if `response_ids` is an array. Reads every item: call it
     only for groups that would otherwise be refused.
     """
     found = False

@@ -274,12 +274,12 @@ class Manager:
         )
 
     async def _settle_owed(self) -> None:
-        """Settle batches that could not be settled because the storage was away: otherwise they stay leased."""
+        """Settle batches that could not be settled because the storage was unavailable: otherwise they stay leased."""
         for lease in self._leases:
             await self._patiently(lease.settle_owed)
 
     def _on_ack(self, train_step: int, began: bool) -> None:
-        # Before the storage has it: owing too little for a moment is harmless, owing a batch twice is not.
+        # Called before the storage has it: owing too little for a moment is harmless, owing a batch twice is not.
         if began:
             self._leased.discard(train_step)
             self.progress.consume(train_step)
@@ -310,7 +310,7 @@ class Manager:
         holdings = (await self._internals.summary((), holdings=True)).holdings if step > train_step else ()
         others = any(
             holding.owner != self.replay_buffer.owner for holding in holdings
-        )  # or dead since less than lease_s
+        )  # some may have died less than lease_s ago
         too_old = any(
             task.weight > 0 and task.strategy.is_too_old(task.agent_loop, model_step, step)
             for task in self.tasks.values()
@@ -425,7 +425,7 @@ class Manager:
             return f"{await self.replay_buffer.explain_wait()}\n{await self._explain_tasks()}"
         except StorageUnavailable as error:
             stages = [line for name, task in self.tasks.items() for line in task.strategy.explain(name)]
-            return "\n".join([f"the storage is away: {error}", self._describe(), *stages])
+            return "\n".join([f"the storage is unavailable: {error}", self._describe(), *stages])
 
     async def _explain_tasks(self) -> str:
         lines = [self._describe()]

@@ -67,9 +67,9 @@ class AgentLoopManager(Manager):
         checked_integer("train_step", train_step, least=1)
         checked_integer("model_step", model_step, least=0)
         if model_step < self.model_step:
-            raise InvalidInput(f"model_step is {model_step}, but weights of step {self.model_step} were used already")
+            raise InvalidInput(f"model_step is {model_step}, but weights of step {self.model_step} were already used")
         if self._producing:
-            raise InvalidInput("a batch is being produced already; one call at a time")
+            raise InvalidInput("a batch is already being produced; one call at a time")
         for name, task in self.tasks.items():
             if task.weight > 0:
                 task.strategy.refuse_too_old(task.agent_loop, model_step, train_step, name)

@@ -59,7 +59,7 @@ class DisaggregatedAgentLoopManager(Manager):
         self._check_open()
         checked_integer("batch_size", batch_size, least=1)
         if self._loop_running is not None:
-            raise InvalidInput("produce_loop runs already; one producer per manager")
+            raise InvalidInput("produce_loop is already running; one producer per manager")
         self._loop_running = asyncio.get_running_loop().create_future()
         self._failure, self._batch_size = None, batch_size
         self.progress.change_batch_size(batch_size)
@@ -201,7 +201,7 @@ class DisaggregatedAgentLoopManager(Manager):
             in_flight = sum(task.strategy.in_flight(name) for name, task in self.tasks.items())
             if self._loop_running is None and not in_flight:
                 raise ProducerStopped(
-                    "the batch is not there, nothing is in flight, and produce_loop is not running; start it with "
+                    "the batch is incomplete, nothing is in flight, and produce_loop is not running; start it with "
                     "asyncio.create_task(manager.produce_loop(batch_size))"
                 )
             return None
@@ -245,7 +245,7 @@ class DisaggregatedAgentLoopManager(Manager):
         if model_step < self.model_step:
             raise InvalidInput(
                 f"continue_produce with the weights of step {model_step}, but those of step {self.model_step} were "
-                "used already; weights only go back by resume"
+                "already used; use resume to go back to older weights"
             )
         if model_step > self.model_step:
             self.progress.skipped.clear()

@@ -154,7 +154,7 @@ class ProduceProgress:
         """The groups of a step by task. Steps before it that were not planned are left out, and cost no credit."""
         if train_step < self.next_consumer_step:
             raise InvalidInput(
-                f"train step {train_step} was acknowledged already; the next one is {self.next_consumer_step}"
+                f"train step {train_step} was already acknowledged; the next one is {self.next_consumer_step}"
             )
         if train_step not in self.planned:
             sizes, credits = allocate(batch_size, self.active_weights, load_credits(self.credits))

@@ -39,19 +39,19 @@ GroupReward: TypeAlias = Callable[[list[RolloutState]], "Sequence[Score] | Await
 Judgement: TypeAlias = "tuple[Judged, str | None, asyncio.CancelledError | None]"
 
 _LONG_CALL_S = 0.05
-_MAX_ASIDE = 3  # pauses that a group is judged over before it is a suspect
+_MAX_ASIDE = 3  # how often pauses may interrupt the judging of a group before it is a suspect
 
 
 class Judged(NamedTuple):
     """The result of judging. `error`: the exception, or the problem with a score or verdict.
 
-    `passing`: it may be an outage, so judging can be repeated. `rewarded`: the rewards were given, and a later step
+    `transient`: it may be an outage, so judging can be repeated. `rewarded`: the rewards were given, and a later step
     failed. `rejected`: the reason of a filter. `hung`: it did not end in time. `outage`: judging fails for all groups,
     so that producing has to end.
     """
 
     error: str | None = None
-    passing: bool = False
+    transient: bool = False
     rewarded: bool = False
     rejected: str | None = None
     hung: bool = False
@@ -124,7 +124,7 @@ class Judge:
         """
         error = await self._reward(members)
         if error is not None:
-            return Judged(_describe(error, "the reward raised "), passing=not isinstance(error, InvalidInput))
+            return Judged(_describe(error, "the reward raised "), transient=not isinstance(error, InvalidInput))
         if not all(state.status is Status.COMPLETED for state in members):
             return Judged()
         try:
@@ -132,7 +132,7 @@ class Judge:
                 await self._reward_group(self.group_reward_fn, members)
             rejected = await self._rejected(members)
         except Exception as raised:
-            return Judged(_describe(raised), passing=not isinstance(raised, InvalidInput), rewarded=True)
+            return Judged(_describe(raised), transient=not isinstance(raised, InvalidInput), rewarded=True)
         if rejected is not None and not keep_rejected:
             for state in members:
                 state.status, state.error_msg = Status.FILTERED, rejected
@@ -310,7 +310,7 @@ class Judging:
         """Reward and filter a group; the result, the error if it cost a try, and a cancel meanwhile."""
         clock, group_id = asyncio.get_running_loop().time, stage.group_id
         began, times, failing_since = clock(), 0, None
-        # Over all attempts: a pause must not begin the time of a reward that hangs again.
+        # Over all attempts: a pause must not restart the clock of a reward that hangs.
         before_s, aside = self.aside.pop(group_id, (0.0, 0))
         deadline = began + self._timeouts.judge_give_up_s - before_s
         while True:
@@ -319,7 +319,7 @@ class Judging:
                 set_aside(members)
                 self.aside[group_id] = before_s + clock() - began, aside + 1
                 if cancelled is None and aside + 1 >= _MAX_ASIDE:
-                    self._suspects.cut_short(group_id, clock())  # pauses waited for it in vain: the next ones shall not
+                    self._suspects.cut_short(group_id, clock())  # later pauses do not wait for it
                 return Judged(), None, cancelled
             self._note_outage(stage, judged)
             if judged.error is None:
@@ -328,9 +328,9 @@ class Judging:
             delay_s = backoff_s(times)
             failing_since = clock() if failing_since is None else failing_since
             away_since = self._away_since(group_id, judged, began if judged.hung else failing_since)
-            if away_since is not None and judged.passing:
+            if away_since is not None and judged.transient:
                 deadline = max(deadline, away_since + self._timeouts.judge_give_up_s)
-            if not judged.passing or clock() + delay_s >= deadline - RESOLUTION_S:
+            if not judged.transient or clock() + delay_s >= deadline - RESOLUTION_S:
                 if away_since is not None:
                     set_aside(members)
                     return Judged(outage=self._outage(clock() - away_since, judged)), None, cancelled
@@ -348,7 +348,7 @@ class Judging:
     async def _call(
         self, members: list[RolloutState], group_id: int, left_s: float
     ) -> tuple[Judged | None, asyncio.CancelledError | None]:
-        """One call of the judge, and a cancel meanwhile; None if it was stopped from outside."""
+        """One call of the judge, and a cancel meanwhile; None if a pause or a cancel stopped it."""
         hurried = False
 
         async def until(judging: asyncio.Future[Any]) -> None:
@@ -381,7 +381,7 @@ class Judging:
             self._failing_since = None
             self._failed.clear()
             self._worked_at = now
-        elif judged.passing or judged.hung:
+        elif judged.transient or judged.hung:
             self._failed.add(stage.group_id)
             if self._failing_since is None:
                 self._failing_since = max(stage.since, self._worked_at) if judged.hung else now
@@ -393,7 +393,7 @@ class Judging:
     def _away_since(self, group_id: int, judged: Judged, since: float) -> float | None:
         """The time since when judging has failed for several groups and worked for none; None if it has not."""
         failed = self._failing_since
-        if not (judged.passing or judged.hung) or failed is None or failed > since + RESOLUTION_S:
+        if not (judged.transient or judged.hung) or failed is None or failed > since + RESOLUTION_S:
             return None
         others = set(self._failed)
         if judged.hung:  # the others have not timed out yet

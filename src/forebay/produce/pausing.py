@@ -1,4 +1,4 @@
-"""One task of a strategy, and how a pause or the end brings it to rest.
+"""One task of a strategy, and how a pause or the end stops it.
 
 A pause is a barrier: afterwards no group of the task is in flight, and its engines have stopped our requests. Groups
 that do not end in time are cancelled. Starting groups is up to the strategy.
@@ -32,8 +32,8 @@ class ProducedTask:
         self.pausing: set[asyncio.Future[None]] = set()
         self.paused: dict[AgentLoop, None] = {}  # a dict, because a set has no order
         self.used: dict[AgentLoop, None] = {}  # since the last pause: their engines may still run requests of ours
-        self.told: dict[AgentLoop, int] = {}  # the weights that a loop was last told of
-        self.recalled = False  # whether stragglers of an earlier run were looked for
+        self.told: dict[AgentLoop, int] = {}  # the weights that were last reported to a loop
+        self.recalled = False  # whether groups left from an earlier run were searched for
         self.discarded: int | None = None  # groups of the ledger when this strategy first read it
         self.sampler: tuple[Sampler | SamplerWithReplayBuffer, SamplerWithReplayBuffer] | None = None
 

@@ -168,7 +168,7 @@ class ProduceStrategy:
     ) -> Production:
         """Fill the buffer until it has a batch of COMPLETED groups for `train_step`.
 
-        `target`: the total number of groups of the task that shall be available or trained. By default one batch more
+        `target`: the total number of groups of the task that must be available or trained. By default one batch more
         than are leased or trained, at any moment: a lease that is returned meanwhile counts as available. An exception
         or a cancel brings everything in flight back into the buffer first.
         """
@@ -188,7 +188,7 @@ class ProduceStrategy:
         check_ever_fits(self._internals.session.settings, batch_size)
         task = self._task(task_name)
         if task.producing:
-            raise InvalidInput(f"task {task_name!r} is being produced already; one call at a time")
+            raise InvalidInput(f"task {task_name!r} is already being produced; one call at a time")
         self._bind(task, sampler)
         task.producing = True
         try:

@@ -148,7 +148,7 @@ class Sampler:
         async with self._turns():
             if isinstance(self.source, LoaderSource) and self._cursors.keys() - {task_name}:
                 raise InvalidInput(
-                    f"this loader serves task {next(iter(self._cursors))!r}, and cannot serve {task_name!r}, too; use "
+                    f"this loader serves task {next(iter(self._cursors))!r}, and cannot also serve {task_name!r}; use "
                     "a sampler per task"
                 )
             for _ in range(_MAX_BAD_IN_A_ROW):
@@ -176,7 +176,7 @@ class Sampler:
         cursors = state.get("cursors") if isinstance(state, Mapping) else None
         source = state.get("source") if isinstance(state, Mapping) else None
         if not isinstance(cursors, dict) or not isinstance(source, (bytes, type(None))):
-            raise InvalidInput(f"{state!r:.80} is no state of a sampler; expected what state_dict() returned")
+            raise InvalidInput(f"{state!r:.80} is not the state of a sampler; expected a result of state_dict()")
         self._cursors = {
             str(name): checked_integer(f"cursor of {name!r}", cursor, least=0) for name, cursor in cursors.items()
         }
@@ -224,7 +224,7 @@ class Sampler:
         return without_response(prompt)
 
     def failed(self, error: InvalidRecord) -> RolloutState:
-        """The prompt that stands for a record that makes none; raises the error unless such records are skipped."""
+        """The placeholder for a record that makes no prompt; raises the error unless such records are skipped."""
         if not self._skip_bad_records:
             raise error
         log.warning("record_skipped index=%d error=%s", error.index, error)
@@ -238,7 +238,7 @@ class Sampler:
             await in_thread(lambda: self._known(cursor, source_state, task_name), pool=DATA)
 
     def _known(self, cursor: int, state: bytes | None, task_name: str) -> SourceState | None:
-        """A source's state after it was compared."""
+        """The state of a source, after its fingerprint was compared with the data set."""
         if state is None or state == self._own_state:
             return None if state is None else self._own
         known = unpack_state(state)
@@ -247,7 +247,7 @@ class Sampler:
         return known
 
     def _refuse_changes(self, cursor: int, known: Fingerprint, task_name: str) -> bool:
-        """ChangedDataset if the data set has changed; whether it has, if that is allowed."""
+        """ChangedDataset if the data set has changed and that is not allowed; whether it has changed."""
         changes = differences(known, self._fingerprint())
         if any(name.startswith("record ") for name in changes):
             changes = differences(known, self._fingerprint(again=True))
@@ -261,7 +261,7 @@ class Sampler:
         loader = self.source.state()
         if loader is None and state is not None and state == self._own_state:
             return None
-        # Compared again: a loader tells more of itself as it is read. Earlier records it cannot tell again.
+        # Compared again: the fingerprint of a loader grows as it is read. It cannot read earlier records again.
         changed = known is not None and self._refuse_changes(cursor, known.fingerprint, task_name)
         now = self._fingerprint()
         if known is not None and not changed:
@@ -330,7 +330,7 @@ class SamplerWithReplayBuffer:
         async def attempt() -> Groups | None:
             return await self.try_draw(n, task_name, statuses, own=own) or None
 
-        what = f"room to draw {n} groups of task {task_name!r}"
+        what = f"capacity to draw {n} groups of task {task_name!r}"
         return await self._internals.until(attempt, what, (task_name,), timeout_s=timeout_s)
 
     async def try_draw(self, n: int, task_name: str, statuses: Statuses = DRAWABLE, *, own: bool = True) -> Groups:
@@ -439,7 +439,7 @@ class SamplerWithReplayBuffer:
         if not issuing.cancelled():
             await self._return([] if issuing.exception() else issuing.result().groups, task_name)
         else:
-            # The loop shuts down. The position tells whether the store issued the groups all the same.
+            # The loop shuts down. The position shows whether the store has issued the groups anyway.
             await uncancelled(self._return_issued(drawn.groups, cursor, task_name))
         raise cancelled or asyncio.CancelledError
 
@@ -458,7 +458,7 @@ class SamplerWithReplayBuffer:
             log.exception("draw_not_returned task=%s groups=%d", task_name, len(groups))
 
     async def _without_bad(self, groups: Groups, task_name: str) -> Groups:
-        """End groups that stand for records that make no prompt as failed: the position stays one number."""
+        """End the placeholders of bad records as failed, so that the position stays one number; the other groups."""
         good: Groups = []
         for at, group in enumerate(groups):
             if not is_bad(group):

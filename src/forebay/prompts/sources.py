@@ -322,12 +322,12 @@ _BAD = "bad record: "
 
 
 def bad_prompt(error: InvalidRecord) -> RolloutState:
-    """The sample that stands for a record that makes no prompt."""
+    """The placeholder for a record that makes no prompt."""
     return RolloutState(message=[], status=Status.FAILED, error_msg=f"{_BAD}{error}")
 
 
 def is_bad(group: Sequence[RolloutState]) -> bool:
-    """Whether a group stands for a record that makes no prompt, whatever its status: a crash makes it ABORTED."""
+    """Whether a group is a placeholder (`bad_prompt`), with any status: a crash makes it ABORTED."""
     return not group[0].message and (group[0].error_msg or "").startswith(_BAD)
 
 

@@ -1,6 +1,6 @@
 """The table of operations: one row for each operation of a hosted storage, made from the storage contract.
 
-The signature of an operation tells in which types its arguments and its result travel, and by which argument several
+The signature of an operation gives the types of its arguments and its result, and the argument by which several
 hosts share the work; `TableStorage` has its method, and hosts run it on their storage. So a new operation of the
 contract needs no line in `forebay.ray`, unless the sum of several hosts' answers is not what it means
 (see `ShardedStorage`). `HostOperations` has the operations that only hosts have.

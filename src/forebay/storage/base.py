@@ -18,7 +18,7 @@ Promises of every operation
 - *Order.* `timestamp_id` numbers arrivals in the buffer. It is new at each `put` and survives claims, leases, returns
   from a lease, and revisions, so that a group comes back to its old place in the order.
 - *Wake-ups.* After a step that may let a waiter continue, every listener is called with the tasks concerned, from
-  any thread. A listener may be called too often, never too seldom (also after a reconnect).
+  any thread. A listener may be called too often, never too rarely (also after a reconnect).
 - *Free loop.* No operation holds the event loop for long however much is stored (G10); work in proportion to its
   own batch is allowed.
 - *Clock.* Times and deadlines are the storage's own (for a server: the server's), never the caller's.
@@ -106,7 +106,7 @@ class Purpose(enum.Enum):
 
     TAKE = "take"  # for good, see `ledger.take_event`
     LEASE = "lease"  # for a trainer; needs lease_id and train_step
-    DRAW = "draw"  # to be generated again, least group_id first whatever the order
+    DRAW = "draw"  # to be generated again, least group_id first, not in policy order
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
@@ -201,7 +201,7 @@ class TaskSummary(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Every count of a storage at one moment. `holdings` (oldest first) are there only if they were asked for."""
+    """Every count of a storage at one moment. `holdings` (oldest first) are filled in only on request."""
 
     tasks: Mapping[str, TaskSummary]
     usage: Usage
@@ -237,7 +237,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """What a wait is for: n fresh buffered groups of a status by task, and room for groups and bytes."""
+    """What a wait is for: n fresh buffered groups of a status by task, and capacity for groups and bytes."""
 
     wants: Mapping[str, int] = {}
     status: Status = Status.COMPLETED
@@ -281,7 +281,7 @@ class Storage(ABC):
     """Whether other processes can change it: leases then need a time limit."""
 
     durable: ClassVar[bool] = False
-    """Whether what was acknowledged survives the process. Durable storages get values in place of references."""
+    """Whether acknowledged changes survive the process. Durable storages get values in place of references."""
 
     @property
     def store_id(self) -> str | None:
@@ -466,7 +466,7 @@ class Storage(ABC):
     async def restore(
         self, accounts: Mapping[str, Account], next_uid: int, next_timestamp_id: int, rows: AsyncIterable[Row]
     ) -> None:
-        """Fill an empty storage from a stream of rows in order of uid; visible when all of it is there.
+        """Fill an empty storage from a stream of rows in order of uid; visible when all of it is stored.
 
         Places, leases, attempts and revisions are kept as they come. InvalidInput if the storage is not empty
         or the stream contradicts itself (`rules.StreamCheck`). Capacity does not count here.

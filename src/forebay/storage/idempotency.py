@@ -2,8 +2,8 @@
 
 A caller that lost its answer repeats its call. A host that runs a storage for such callers sets `CALL` around an
 operation; a durable storage then writes what the operation returns in the very transaction of its effect, so that after
-any crash both are there or neither is. Before a call is run, `CallMemory.answer` says whether it was done already.
-Answers are kept until the caller says that it has seen them: every call carries up to where that is (`confirmed`).
+any crash both are stored or neither is. Before a call is run, `CallMemory.answer` says whether it was already done.
+Answers are kept until the caller has seen them: every call says up to which number it has (`confirmed`).
 
 Remembered are the operations that the contract marks `once`, a restore, and a claim that returned something. Everything
 else may be repeated as it is. A discard is done in several steps: its answer comes with the last one, and one that is
@@ -58,7 +58,7 @@ class CallMemory(ABC):
         """Drop all answers of a client that has closed."""
 
 
-# --- what is kept of an answer ------------------------------------------------------------------------
+# --- stored answers -----------------------------------------------------------------------------------
 
 
 class Returned(msgspec.Struct, frozen=True, tag="returned"):
@@ -69,7 +69,7 @@ class Returned(msgspec.Struct, frozen=True, tag="returned"):
 
 
 class Handed(msgspec.Struct, frozen=True, tag="handed"):
-    """What a claim handed out. Payloads of groups that were taken for good lie beside it, the others are read again."""
+    """The result of a claim. Payloads of groups taken for good are stored beside it; others are read again."""
 
     purpose: Purpose
     owner: str
@@ -140,7 +140,7 @@ def is_held(now: Record | None, claimed: Record) -> bool:
 
 
 def claimed_rows(handed: Handed, rows: Iterable[Row]) -> Rows:
-    """Those of a claim's rows that are there, by task, in its order."""
+    """The rows of a claim that still exist, by task, in the order of the claim."""
     by_uid = {row.record.uid: row for row in rows}
     return {
         task_name: [by_uid[record.uid] for record in records if record.uid in by_uid]

@@ -156,7 +156,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.model.tokens[task, "issued"] += group.tokens
         self.arrived(group, step, came_back=False)
 
-    # Single steps seldom make up the whole life cycle of a group; these two rules make sure that they do.
+    # Single steps rarely make up the whole life cycle of a group; these two rules make sure that they do.
 
     @rule(task=tasks, n=st.integers(1, 4), tokens=st.integers(0, 2))
     def put_several(self, task: str, n: int, tokens: int) -> None:
@@ -164,7 +164,7 @@ class BufferMachine(RuleBasedStateMachine):
             self.put_by_hand(task, Status.COMPLETED, tokens, False, 0)
 
     @rule(a=st.integers(0, 3), b=st.integers(0, 3), how=st.sampled_from(["ack", "ack", "nack", "reject"]))
-    def train_on_what_is_there(self, a: int, b: int, how: str) -> None:
+    def train_on_buffered_groups(self, a: int, b: int, how: str) -> None:
         before = len(self.leases)
         self.lease(a, b, 0, False)
         if len(self.leases) > before:
@@ -172,7 +172,7 @@ class BufferMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.at("buffered") + self.model.at("leased"))
     @rule(data=st.data())
-    def put_what_is_there(self, data: st.DataObject) -> None:
+    def put_an_existing_group(self, data: st.DataObject) -> None:
         group = data.draw(st.sampled_from(self.model.at("buffered") + self.model.at("leased")))
         self.expect(DuplicateGroup, self.buffer.put(self.samples(group), group.task))
 
@@ -399,7 +399,7 @@ class BufferMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.saved_step is not None)
     @rule(a=st.integers(0, 2), b=st.integers(0, 2))
     def train_and_lose_the_weights(self, a: int, b: int) -> None:
-        """A sequence that random steps seldom make: a batch is trained on, and then its weights are lost."""
+        """A sequence that random steps rarely make: a batch is trained on, and then its weights are lost."""
         self.lease(a, b, 1, False)
         if self.leases:
             self.settle_lease(self.leases.pop(), "ack")

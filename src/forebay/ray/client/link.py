@@ -2,7 +2,7 @@
 
 A call that changes something has a number, so that the host runs it once however often Ray sends it. Failures on the
 way are typed errors: no cluster, no such buffer, another version, a host that is restarting (Ray sends the call again
-by itself), a host that is gone, with the number of groups that were lost with it.
+by itself), a dead host, with the number of groups that were lost with it.
 """
 
 from __future__ import annotations

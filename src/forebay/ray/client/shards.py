@@ -3,7 +3,7 @@
 A task is on one host, found by its name, so all promises about one task are as exact as on one host. Across tasks: a
 claim is granted on all of its hosts or on none (in one order for all, so that claims do not wait for each other in a
 circle); summaries and checkpoints are exact per task, and of different hosts within milliseconds of each other. A uid
-tells its host; when a checkpoint is restored, groups get new uids.
+identifies its host; when a checkpoint is restored, groups get new uids.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class ShardedStorage(TableStorage):
 
     async def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
         found = await asyncio.gather(*[shard.ends(owner, limit) for shard in self._shards])
-        count = len(found)  # a number tells its shard
+        count = len(found)  # a number identifies its shard
         return [(number * count + index, end) for index, part in enumerate(found) for number, end in part]
 
     async def forget_ends(self, numbers: Sequence[int]) -> None:

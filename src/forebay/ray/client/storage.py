@@ -198,7 +198,7 @@ class RayStorage(TableStorage):
             return claimed
 
     async def _withdraw(self, sequence: int, claim: Claim, future: asyncio.Future[Any]) -> None:
-        """Put back the groups of a claim that nobody will get, whatever else happens."""
+        """Put back the groups of a claim that no caller will get, also after errors."""
         operation = OPERATIONS["withdraw"]
         if not future.done():  # the host does not answer: it gets both calls when it does
             number, left = self.link.begin(operation, (sequence, claim), Parcel())
@@ -232,7 +232,7 @@ class RayStorage(TableStorage):
     # --- reads ----------------------------------------------------------------------------------------
 
     async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
-        """See `Storage.summary`. The summary of all tasks is also there when the host is lost: from its last note."""
+        """See `Storage.summary`. If the host is lost, the summary of all tasks comes from its last note."""
         try:
             asked = None if tasks is None else list(tasks)
             summary: Summary = await self._run(OPERATIONS["summary"], (asked, holdings))
@@ -288,7 +288,7 @@ class Restore:
         self._open = True  # whether the host takes more rows
 
     async def add(self, row: Row) -> bool:
-        """Add a row; False if the restore has failed, for a reason that its end tells."""
+        """Add a row; False if the restore has failed; its end reports the reason."""
         self._rows.append(row)
         self._bytes += row.record.bytes
         if self._bytes >= _CHUNK_BYTES or len(self._rows) >= _CHUNK_ROWS:

@@ -53,7 +53,7 @@ SPARE_THREADS = 8
 """Extra threads used to reject waits when all `wait_places` are taken."""
 
 _LONGEST_WAIT_S = 300.0
-_LOOK_S = 5.0  # for deadlines that were not known at the last look
+_LOOK_S = 5.0  # the longest time between two checks for deadlines
 _LEFT_WAITS = 1_000
 _LEAVE_S = 10.0  # at least this long after its last call, a client loses its streams
 _FORGET_S = 3_600.0  # this long after its last call, the answers to a client are forgotten
@@ -153,7 +153,7 @@ class Host:
         except ForebayError as error:
             log.warning("reap_failed buffer=%s %s", self.spec.name, error)
         except Exception:
-            # Whatever it was, the groups of dead clients have to come back.
+            # After any error the next call must still release the groups of dead clients.
             log.exception("reap_failed buffer=%s", self.spec.name)
         return delay_s
 
@@ -195,7 +195,7 @@ class Host:
             message = await self._perform(request, payload, objects)
         except BaseException as error:
             answer.set_exception(error)
-            answer.exception()  # it is raised here; nobody else need look at it
+            answer.exception()  # raised below; retrieved, so that asyncio does not log it
             raise
         answer.set_result(message)
         return message
@@ -397,7 +397,7 @@ class BufferActor:
             wait = self._loop.run(host.begin_wait(wire.decoded(head, wire.Request)))
         except ForebayError as error:
             return wire.failed(error)
-        # Then the client asks again: a client that has gone must not hold its place forever.
+        # After this time the client asks again: a dead client must not hold its place forever.
         wait.over.wait(_LONGEST_WAIT_S)
         return self._loop.run(host.end_wait(wait))
 

@@ -1,4 +1,4 @@
-"""The last known ledger of a buffer whose actor is gone, kept in the cluster's own key-value store.
+"""The last known ledger of a buffer whose actor died, kept in the cluster's own key-value store.
 
 A host in memory writes its ledger down after every change, in a dedicated thread, so the note may be some 50 ms older
 than the last answer; a client that saw a newer answer uses that (`wire.Stand`). When the actor is lost, its clients

@@ -231,7 +231,7 @@ class Operations:
         rows = call.book.claims.pop(sequence, None)
         if rows is None:
             call.book.withdrawn.add(sequence)
-            with suppress(LostLease):  # then they are back already
+            with suppress(LostLease):  # then they are already back
                 stored = await self.answer(call.client, sequence)
                 rows = None if stored is None else stored.value.rows
         if rows is not None:

@@ -125,7 +125,7 @@ class Engine:
 
     def _check_owner(self, owner: str) -> None:
         if owner in self.owners.closed:
-            raise BufferClosed(f"{owner} was closed, and can hold nothing any more")
+            raise BufferClosed(f"{owner} was closed, and can no longer hold groups")
 
     def reap(self) -> Reaped:
         if not self.owners.deadlines:
@@ -276,7 +276,7 @@ class Engine:
             rows = {task_name: [] for task_name in claim.wants}
             for task_name, status, found in chosen:
                 rows[task_name] += self._claim_rows(task_name, status, found, claim)
-            if claim.purpose is Purpose.TAKE:  # taking makes room; leasing and drawing let no waiter continue
+            if claim.purpose is Purpose.TAKE:  # taking frees capacity; leasing and drawing let no waiter continue
                 self._change(task_name for task_name, taken in rows.items() if taken)
         accounts = {task_name: self.accounts.get(task_name) for task_name in claim.wants}
         limits = {task_name: account.limits for task_name, account in accounts.items() if account is not None}
@@ -351,7 +351,7 @@ class Engine:
         now = self.table.get(record.uid)
         if now is not None:
             if now.record.place is not Place.ARCHIVED:
-                return False  # it is back already
+                return False  # it is already back
             self.archive.uids.remove(record.uid)
             self.table.replace(now.record, Row(record, now.group))
         elif self.table.find(record.task_name, record.group_id) is not None:

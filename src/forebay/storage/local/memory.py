@@ -1,8 +1,8 @@
 """MemoryStorage: groups in this process, found through indexes only.
 
 The buffered groups of one task and status have an index for each order: that of the policy, of their oldest model step,
-of their newest trainable step, and (for those that can be drawn again) of their group_id. So claiming
-costs in proportion to what is claimed, expiring to what expires, and counting nothing, however much is stored.
+of their newest trainable step, and (for those that can be drawn again) of their group_id. So the cost
+of a claim grows with the claimed groups, that of expiry with the expired ones, and counting is free at any size.
 Rows are not tracked by Python's cycle collector: its pauses stay short at a million groups.
 """
 
@@ -59,7 +59,7 @@ class SortedKeys:
             yield from block
 
     def add(self, key: Key) -> None:
-        """Put a key that is not there yet. O(log n + LOAD) with a tiny constant."""
+        """Add a new key. O(log n + LOAD) with a tiny constant."""
         lasts = self._lasts
         if not lasts:
             self._blocks.append([key])
@@ -79,7 +79,7 @@ class SortedKeys:
         self._size += 1
 
     def remove(self, key: Key) -> None:
-        """Take a key out; KeyError if it is not there. O(log n + LOAD) with a tiny constant."""
+        """Remove a key; KeyError if it is missing. O(log n + LOAD) with a tiny constant."""
         index = bisect_left(self._lasts, key)
         if index == len(self._lasts):
             raise KeyError(key)

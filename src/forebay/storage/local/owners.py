@@ -60,7 +60,7 @@ class Owners:
 
 
 class Outbox:
-    """Ends of groups that no callback has been told of yet, by number. `bounded`: old ones are dropped."""
+    """Ends of groups that were not reported to a callback yet, by number. `bounded`: old ones are dropped."""
 
     def __init__(self, *, bounded: bool) -> None:
         self.noting = False

@@ -1,4 +1,4 @@
-"""PandasStorage: the plain storage, with a DataFrame to look at.
+"""PandasStorage: the plain storage, with a DataFrame to explore.
 
 Every question is answered by scanning one frame of records with pandas; nothing is indexed. That makes it slow
 (use it up to some thousand groups) and easy to believe: it is the oracle that other storages are compared with,

@@ -107,7 +107,7 @@ SELECT set_config('search_path', $1, false), set_config('enable_seqscan', 'off',
 
 
 class _Run:
-    """What the caller of a step and its task tell each other."""
+    """State that the caller of a step shares with the task that runs it."""
 
     def __init__(self) -> None:
         self.abandoned = False
@@ -303,7 +303,7 @@ class Connections:
         return result
 
     async def resolve_doubts(self) -> None:
-        """Look up the commits whose outcome was lost with the connection; their callers were told of a failure."""
+        """Look up the commits whose outcome was lost with the connection; their callers got an error."""
         doubts, self._doubts = self._doubts, []
         while doubts:
             xid, undo = doubts[-1]

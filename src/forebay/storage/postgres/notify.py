@@ -1,7 +1,7 @@
 """The notifier of a storage: one more connection, on an event loop in its own thread.
 
-It listens for changes of other processes, tells them of the changes of this one, and renews the deadlines of owners, so
-that a trainer whose event loop is busy keeps its leases. A notification is sent after the commit that it tells of, and
+It listens for changes of other processes, notifies them of changes of this one, and renews the deadlines of owners, so
+that a trainer whose event loop is busy keeps its leases. A notification is sent after the commit that it reports, and
 pending ones are sent as one: inside the transaction it would make every commit of the server wait for the one before.
 (If a process dies in between, it misses its deadline, and the process that reaps it wakes all others.)
 
@@ -65,7 +65,7 @@ class Notifier:
         await asyncio.wrap_future(self._first)
 
     def tell(self, tasks: Collection[str] | None) -> None:
-        """Tell the other processes that tasks changed. From any thread; never waits."""
+        """Notify the other processes that tasks changed. From any thread; never waits."""
         with contextlib.suppress(RuntimeError):  # it has just stopped
             self._loop.call_soon_threadsafe(self._add, tasks)
 

@@ -125,7 +125,7 @@ class PostgresStorage(Storage, CallMemory):
 
     def _check_owner(self, owner: str) -> None:
         if owner in self._closed:
-            raise BufferClosed(f"{owner} was closed, and can hold nothing any more")
+            raise BufferClosed(f"{owner} was closed, and can no longer hold groups")
 
     def beat(self, owner: str) -> None:
         lease_s, notifier = self._leases.get(owner), self._notifier

@@ -1,7 +1,7 @@
 """The tables of a SQLite store, and its stable views.
 
     group_rows   one row a group: every field of `ledger.Record`; tags as JSON
-    payloads     one row a group: the samples as a codec frame, and a summary of them as JSON to look at
+    payloads     one row a group: the samples as a codec frame, and a summary of them as JSON for people
     accounts     one row a task: `ledger.Account` as MessagePack
     meta         schema_version, store_id, next_uid, next_timestamp_id, saved_step, notes_ends, restoring
     ends         one row a group that ended and was not reported yet, if `meta.notes_ends`

@@ -188,7 +188,7 @@ class SQLiteStorage(LocalStorage, CallMemory):
         return _State(meta, accounts, table, deque(record.uid for record in archived), ends)
 
     def _adopt(self, state: _State) -> None:
-        """Make memory what is on disk."""
+        """Replace the state in memory by the one on disk."""
         engine, meta = self._engine, state.meta
         engine.journal.take()
         self._store_id = str(meta["store_id"])
@@ -232,7 +232,7 @@ class SQLiteStorage(LocalStorage, CallMemory):
             raise
 
     async def _reload(self) -> None:
-        """After a failed commit memory is ahead of the disk: forget it, and start from what is stored.
+        """After a failed commit memory is ahead of the disk: replace it by the stored state.
 
         Until memory is replaced the writer refuses everything, so nothing that was decided on the lost state is
         ever written.

@@ -4,9 +4,9 @@ The table of a SQLite store is the one of MemoryStorage without payloads. Table,
 one journal, and the storage hands the journal to the writer, which writes it in one transaction. Jobs run in the order
 in which they were submitted. Jobs that wait during a commit share the next one (group commit): a job is answered after
 the transaction that holds it is on disk. A failing transaction is rolled back completely, and everything that was built
-on it fails with it, until `recover` is called: the state in memory is then no longer true, and has to be read again.
+on it fails with it, until `recover` is called: the state in memory then differs from the disk, and is read again.
 
-The answers of calls (see `storage.idempotency`) are rows of the table `calls`: part 0 is the answer; beside that of a
+The answers of calls (see `storage.idempotency`) are rows of the table `calls`: part 0 is the answer; with that of a
 claim are the frames of the groups that it took for good, each under the uid of its group.
 """
 
@@ -252,7 +252,7 @@ class Writer:
         self._thread.start()
 
     def opened(self) -> Future[None]:
-        """Done when the connection is there; carries the error if it could not be made."""
+        """Done when the connection is open; carries the error if it cannot be opened."""
         return self._opened
 
     def submit(
@@ -356,7 +356,7 @@ def _failed(error: BaseException) -> StorageError:
         return error
     failure = StorageError(
         f"the SQLite store could not be written: {error}; nothing of this step was stored. Free disk space or "
-        "check the file system; what was acknowledged before is safe"
+        "check the file system; everything acknowledged before is safe"
     )
     failure.__cause__ = error
     return failure

@@ -96,7 +96,7 @@ async def train(
     train_s: float = 10.0,
     first_step: int = 1,
 ) -> TrainingReport:
-    """Train for so many steps; the report of all of them."""
+    """Train for `steps` steps, and report on all of them."""
     loop = asyncio.get_running_loop()
     buffer = strategy.replay_buffer
     began, reports = loop.time(), []
@@ -155,7 +155,7 @@ def check_ledger(ledger: Mapping[str, LedgerLine]) -> None:
 
 
 async def check_nothing_lost(buffer: ReplayBuffer, task_name: str, trained: Sequence[int]) -> None:
-    """AssertionError unless every group that was drawn is there once: trained, ended for a reason, or still held."""
+    """AssertionError unless every group that was drawn is counted once: trained, ended for a reason, or still held."""
     assert len(trained) == len(set(trained)), "a group was trained twice"
     line = (await buffer.ledger())[task_name]
     check_ledger({task_name: line})
