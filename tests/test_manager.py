@@ -822,7 +822,7 @@ def test_tasks_that_do_not_fit_are_refused_by_name(kind: type[Manager]) -> None:
         ([make_task(buffer), make_task(buffer, "code", weight=-1)], "the weight of task 'code' is -1"),
         ([make_task(other)], "the strategy of task 'math' was made for another buffer"),
         ([make_task(buffer, strategy=strategy)], "'math' counts on new weights every 2 steps, the manager on every 1"),
-        ([make_task(buffer), "code"], "'code' is no task; expected Task"),
+        ([make_task(buffer), "code"], "'code' is not a task; expected Task"),
     ):
         with pytest.raises(InvalidConfig, match=says):
             kind(tasks, buffer)  # type: ignore[arg-type]

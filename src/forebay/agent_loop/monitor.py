@@ -44,7 +44,7 @@ class Unreachable(Exception):
 
 
 class AnotherProcess(Unreachable):
-    """Another process than that with the weights answered."""
+    """A process other than the one with the current weights answered."""
 
 
 class EngineGone(EngineError):
@@ -100,7 +100,7 @@ class ServerMonitor:
         self._anonymous = False
         self._has_metrics = True
         self._not_before = 0.0  # when the server may be asked again
-        self._answered: tuple[Process, float] = "", 0.0  # which process did last; asked when
+        self._answered: tuple[Process, float] = "", 0.0  # the last process that answered, and when it was asked
         self._running: asyncio.Task[Process] | None = None
         self._next: asyncio.Task[Process] | None = None
         self._waiters: dict[asyncio.Task[Process], int] = {}

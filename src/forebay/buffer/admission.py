@@ -209,7 +209,7 @@ class Expiry:
         self._limits.update(limits)
 
     def see(self, train_step: int, tasks: Iterable[str] = ()) -> None:
-        """A train step was asked for, for these tasks."""
+        """Note that groups of these tasks were asked for, for this train step."""
         if self.last_train_step is None or train_step > self.last_train_step:
             self.last_train_step = train_step
         for task_name in tasks:

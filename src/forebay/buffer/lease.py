@@ -199,7 +199,7 @@ class Request(Coroutine[Any, Any, T]):
         raise NotImplementedError
 
     async def _awaited(self) -> T:
-        """What `await` gives."""
+        """The result of `await`."""
         return await self._granted()
 
     async def _granted(self) -> T:
@@ -375,7 +375,7 @@ class LeaseAttempt:
         )
 
     async def claim(self) -> bool:
-        """Try to claim the batch; whether all of it was there."""
+        """Try to claim the batch; whether all of it was available."""
         self._claims._expiry.see(self._train_step, asked(self._claim.wants))
         rows = await self._claims.claim(self._claim)
         self._rows = rows or {}

@@ -324,7 +324,7 @@ def check_contents(checkpoint: Checkpoint, progress: Progress | None = None) -> 
         for row in saved_rows(checkpoint):
             record = row.record
             if not last_uid < record.uid < manifest.next_uid or record.timestamp_id >= manifest.next_timestamp_id:
-                raise DamagedData(f"{_name(record)} does not follow uid {last_uid} below {manifest.next_uid}")
+                raise DamagedData(f"{_name(record)} is out of order after uid {last_uid}, below {manifest.next_uid}")
             if (record.task_name, record.group_id) in seen:
                 raise DamagedData(f"{_name(record)} appears twice in the checkpoint")
             if record.task_name not in accounts:

@@ -70,7 +70,7 @@ def group_sizes(group: Sequence[RolloutState]) -> tuple[int, int]:
         # Written out, as in `check_group` and `shares_prompt`: loops over FIELDS here make a put a fifth slower.
         kinds = (type(state.session_id), type(state.sample_params), type(state.tool_calls), type(state.loop_state))
         if kinds not in _MEMBER_TYPES or type(state.unjudged) is not bool:
-            raise UnsupportedPayload("a field of a sample is of a type that it cannot have")
+            raise UnsupportedPayload("a field of a sample has a type that is not allowed for it")
         for column in _member_columns_of(state):
             if column is not None:
                 size += column.nbytes if type(column) is ndarray and column.dtype in CODE_OF else _column_bytes(column)

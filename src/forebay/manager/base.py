@@ -362,7 +362,7 @@ class Manager:
         """Continue from a checkpoint; returns the model step of the weights that belong to it.
 
         Nothing is generated before the weights are loaded. Tasks may have been added; the groups of removed tasks stay
-        aside in the buffer. ChangedDataset if a task has another data set than when it was saved (see `Sampler`).
+        in the buffer, unused. ChangedDataset if a task has another data set than when it was saved (see `Sampler`).
         """
         from forebay.codec.records import decode_account  # imported here, as the buffer does
 

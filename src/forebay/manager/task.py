@@ -44,7 +44,7 @@ def check_tasks(
     by_name: dict[str, Task] = {}
     for task in [tasks] if isinstance(tasks, Task) else tasks:
         if not isinstance(task, Task):
-            raise InvalidConfig(f"{task!r:.80} is no task; expected Task(name=..., sampler=..., ...)")
+            raise InvalidConfig(f"{task!r:.80} is not a task; expected Task(name=..., sampler=..., ...)")
         if task.name in by_name:
             raise InvalidConfig(f"two tasks are named {task.name!r}; expected distinct names")
         if task.strategy.replay_buffer is not replay_buffer:

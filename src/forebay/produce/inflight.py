@@ -97,7 +97,7 @@ class Works:
         self._stages: dict[asyncio.Task[None], Stage] = {}
         self._overran: set[int] = set()  # groups that a pause had to cancel, and that are not counted yet
         self._overrun_pause = 0  # the last pause for which a failure was counted
-        self._loop: asyncio.AbstractEventLoop | None = None  # that the last group was started on
+        self._loop: asyncio.AbstractEventLoop | None = None  # on which the last group was started
 
     def __len__(self) -> int:
         """Tasks that have not ended."""
@@ -145,7 +145,7 @@ class Works:
         return self.exhausted and self._settings.budgets.when_exhausted == "accept"
 
     def check(self) -> None:
-        """Raise if something broke, or too much went wrong in a row."""
+        """Raise an unexpected error, or if too many attempts failed or groups were rejected in a row."""
         broken, self.broken = self.broken, None
         if broken is not None:
             raise broken
@@ -206,7 +206,7 @@ class Works:
         self._internals.nudge()
 
     async def stop(self) -> None:
-        """Cancel everything; all of it is back in the buffer when this returns, also if the caller is cancelled."""
+        """Cancel all groups; they are back in the buffer when this returns, also if the caller is cancelled."""
         cancelled = None
         while len(self):
             for task in self._running:
@@ -221,7 +221,7 @@ class Works:
             raise cancelled
 
     async def give_back(self, groups: Sequence[list[RolloutState]]) -> None:
-        """Return groups that were drawn and not started, as ABORTED with what they have."""
+        """Return groups that were drawn and not started, as ABORTED with the tokens that they have."""
         for group in groups:
             mark_aborted(group)
             self._late.append(_Return(group, group, None, None, lambda stored, status, error: None))

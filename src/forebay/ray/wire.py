@@ -84,7 +84,7 @@ class Request(msgspec.Struct, array_like=True, gc=False):
 
 
 class Failure(msgspec.Struct, array_like=True):
-    """An error of ours, so that it arrives with its own type."""
+    """An error of Forebay, sent so that it keeps its type."""
 
     kind: str
     message: str
@@ -92,7 +92,7 @@ class Failure(msgspec.Struct, array_like=True):
 
 
 class Stand(msgspec.Struct, array_like=True):
-    """The ledger in groups after a number of changes."""
+    """The ledger in groups, after `version` changes."""
 
     version: int
     lines: dict[str, dict[str, int]]

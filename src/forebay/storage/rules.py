@@ -264,7 +264,7 @@ class StreamCheck:
         """Check the next row."""
         if not self._last_uid < record.uid < self._next_uid or record.timestamp_id >= self._next_timestamp_id:
             raise InvalidInput(
-                f"row {record.uid} does not follow row {self._last_uid} below {self._next_uid}; nothing restored"
+                f"row {record.uid} is out of order after row {self._last_uid}, below {self._next_uid}; nothing restored"
             )
         identity = (record.task_name, record.group_id)
         if identity in self._seen:

@@ -109,7 +109,7 @@ class Engine:
         if not rules.same_settings(settings, self.settings):
             if self.owners.open:
                 raise InvalidConfig(
-                    f"this storage is open with {self.settings}, and was to be opened with {settings}; all buffers on "
+                    f"this storage is open with {self.settings}, and cannot be opened with {settings}; all buffers on "
                     "one storage need the same policy and limits"
                 )
             rows = self.table.rows()

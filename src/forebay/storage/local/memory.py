@@ -130,7 +130,7 @@ class SortedKeys:
         self._lasts[index : index + 1] = [block[half - 1], block[-1]]
 
     def _merge(self, index: int) -> None:
-        """Join a small block with its neighbour, so that scattered removals do not leave crumbs."""
+        """Join a small block with its neighbour, so that scattered removals do not leave many small blocks."""
         left = index - 1 if index else 0
         joined = self._blocks[left] + self._blocks[left + 1]
         self._blocks[left : left + 2] = [joined]

@@ -41,7 +41,7 @@ async def register(step: Step, name: str, owner: str, settings: Settings, lease_
             "SELECT EXISTS (SELECT FROM owners WHERE deadline IS NULL OR deadline > clock_timestamp())"
         ):
             raise InvalidConfig(
-                f"the buffer {name!r} is open with {stored}, and was to be opened with {wanted}; all buffers on one "
+                f"the buffer {name!r} is open with {stored}, and cannot be opened with {wanted}; all buffers on one "
                 "storage need the same policy and limits"
             )
         await replace_order_index(connection, settings.order)

@@ -192,7 +192,7 @@ class Transaction:
         self.execute("DELETE FROM meta WHERE key = 'restoring'")
 
     def empty(self) -> None:
-        """Make the store as if it were new."""
+        """Delete all groups and accounts."""
         for table in ("group_rows", "payloads", "accounts"):
             self.execute(f"DELETE FROM {table}")
         self.execute("DELETE FROM meta WHERE key NOT IN ('store_id', 'notes_ends')")

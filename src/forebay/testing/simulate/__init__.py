@@ -80,7 +80,7 @@ class TrainingReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def group_ids(self) -> list[int]:
-        """What was trained, in order."""
+        """The trained groups, in order."""
         return [group_id for step in self.steps for group_id in step.group_ids]
 
 

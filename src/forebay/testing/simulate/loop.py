@@ -100,12 +100,12 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def at_event(self, number: int, callback: Callable[[], object]) -> None:
         """Call `callback()` right before the callback with this number (from 1) runs.
 
-        It runs between two callbacks, on the loop but in no task: it may set, cancel, create tasks. What it raises
-        ends the run. Several for one number run in the order in which they came.
+        It runs between two callbacks, on the loop but in no task: it may set events, and cancel or create tasks. Its
+        exceptions end the run. Several callbacks for one number run in the order of these calls.
         """
         number = checked_integer("number", number)
         if number <= self.events:
-            raise InvalidInput(f"event {number} has been; {self.events} have run, so expected a number above that")
+            raise InvalidInput(f"event {number} has already run; expected a number above {self.events}")
         self._faults.setdefault(number, []).append(callback)
         self._watch()
 
