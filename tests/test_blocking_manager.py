@@ -127,6 +127,7 @@ def has_waiting(manager: Blocking, what: str) -> Callable[[], bool]:
 @pytest.fixture(autouse=True)
 def _no_complaints(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """No exception is left unretrieved (asyncio logs those), and no thread is left running."""
+    before = threading.enumerate()
     yield
     complaints = [
         record.getMessage()
@@ -135,7 +136,7 @@ def _no_complaints(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
         if record.name == "asyncio" and record.levelno >= logging.ERROR
     ]
     assert complaints == []
-    until(lambda: not any(_is_left(thread.name) for thread in threading.enumerate()))
+    until(lambda: not any(_is_left(thread.name) for thread in threading.enumerate() if thread not in before))
 
 
 def _is_left(name: str) -> bool:
