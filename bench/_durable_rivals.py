@@ -12,10 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from forebay.codec import encode_group
-from forebay.ledger import Place
-from forebay.record import Record, describe
-from forebay.rollout import Group, Status
+from forebay.codec.frame import encode_group
+from forebay.core.ledger import Place, Record, describe
+from forebay.core.rollout import Group, Status
 from forebay.storage.sqlite import schema
 
 __all__ = ["Entry", "Numbers", "PlainPostgres", "PlainSQLite", "Rival"]

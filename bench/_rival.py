@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from forebay import RolloutState, Status, group_status, staleness
-from forebay.rollout import reset_response
+from forebay.core.rollout import reset_response
 
 
 class _Item:

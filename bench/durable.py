@@ -29,7 +29,7 @@ from _durable_rivals import TASK, Numbers, PlainPostgres, PlainSQLite, Rival, fr
 from _harness import Verdict, arguments, duration, quiet, table
 from buffer_ops import longest_hold_ms
 from forebay import ReplayBuffer, RolloutState, Status
-from forebay.record import Record
+from forebay.core.ledger import Record
 from forebay.storage.base import Storage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.samples import make_group
@@ -244,7 +244,7 @@ async def postgres_stores(directory: Path, rounds: int, verdict: Verdict) -> Non
         import asyncpg
 
         from forebay.storage.postgres import PostgresStorage
-        from forebay.storage.postgres.rows import COLUMNS, record_values
+        from forebay.storage.postgres.columns import COLUMNS, record_values
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it falls back from XDG_RUNTIME_DIR with a warning

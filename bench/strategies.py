@@ -21,9 +21,8 @@ from _harness import Verdict, arguments, table
 from _reference_strategy import train_dropping
 from forebay import AsyncReplayBufferConfig
 from forebay.produce import AsyncProduceStrategy, NoProgress, ProduceStrategy, SyncProduceStrategy
-from forebay.sampler import Sampler
-from forebay.testing.simulate import SimulatedEngine, run
-from forebay.testing.simulate.driver import TrainingReport, train
+from forebay.prompts.sampler import Sampler
+from forebay.testing.simulate import SimulatedEngine, TrainingReport, run, train
 
 STEPS, BATCH, PROMPTS, TRAIN_S = 200, 64, 5_000, 10.0
 

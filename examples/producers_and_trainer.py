@@ -16,7 +16,7 @@ import random
 import sys
 import time
 
-from forebay import AsyncReplayBufferConfig, ReplayBuffer, RolloutState, Status
+from forebay import AsyncReplayBufferConfig, ReplayBuffer, RolloutState, Sampler, Status
 
 BATCH = {"math": 6, "code": 2}
 SAMPLES = 4  # answers per prompt
@@ -47,16 +47,12 @@ class Engine:
 
 async def produce(buffer: ReplayBuffer, engine: Engine, task: str) -> None:
     """Draw a prompt (one that has to be generated again first), have it answered, put it back."""
+    prompts = [{"prompt": f"{task} question {number}"} for number in range(1_000)]
+    sampler = Sampler(prompts, prompt_repeat_k=SAMPLES).with_buffer(buffer)
     while True:
-        drawn = await buffer.redraw(1, task)
-        if not drawn:
-            # No await between looking and issuing: the producers of this process never race for a prompt.
-            number, _ = await buffer.position(task)
-            message = [{"role": "user", "content": f"{task} question {number}"}]
-            prompt = [RolloutState(message=message) for _ in range(SAMPLES)]
-            drawn = await buffer.issue([prompt], task, cursor=number)  # waits while the buffer is full
-        await engine.generate(drawn[0])
-        await buffer.put(drawn[0], task)
+        (group,) = await sampler.draw(1, task)  # waits while the buffer is full
+        await engine.generate(group)
+        await buffer.put(group, task)
 
 
 async def train(buffer: ReplayBuffer, engine: Engine, steps: int, chance: random.Random) -> None:
@@ -98,7 +94,7 @@ async def run(steps: int, seed: int) -> None:
     buffer = AsyncReplayBufferConfig(max_groups=256).build()
     engine = Engine(seed)
     for task in BATCH:
-        buffer.set_limits(task, stale_threshold=2 * SYNC_EVERY)
+        await buffer.set_limits(task, stale_threshold=2 * SYNC_EVERY)
     producers = [asyncio.create_task(produce(buffer, engine, task)) for task in ("math", "math", "math", "code") * 4]
     try:
         await train(buffer, engine, steps, random.Random(seed))

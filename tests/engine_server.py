@@ -1,9 +1,9 @@
 """An inference server on loopback that has weights: a real HTTP server with the control paths of vLLM and of SGLang.
 
-Its weights are the safetensors of a directory, which it really reads. Each logprob tells which weights made the token:
--(step + 1), and 0.5 less if it was computed over a cache of other weights. So a test can compare what a trainer gets
-with what was generated. It misbehaves when told to: it goes on with requests whose clients are gone (`tail_ticks`),
-refuses an update that it has made, takes only part of the weights, or is restarted with the weights it began with.
+Its weights are the safetensors of a directory, which it really reads. Each logprob encodes the weights of its token:
+-(step + 1), and 0.5 less if it was computed on a cache of other weights. So a test can compare the samples of a trainer
+with what was generated. On request it misbehaves: it continues requests whose clients are gone (`tail_ticks`), refuses
+an update that it has made, takes only part of the weights, or restarts with its start-up weights.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
 
+from forebay.core.rollout import RolloutState
 from forebay.engines.weights import server_name
-from forebay.rollout import RolloutState
 from tests.openai_server import CompletionServer, Received, Script, text_of
 
 __all__ = ["EngineServer", "save_weights", "wrong_spans"]
@@ -40,7 +40,7 @@ TENSORS = (
 def save_weights(
     directory: Path, step: int, names: tuple[str, ...] = TENSORS, *, shape: tuple[int, ...] = (2, 3)
 ) -> Path:
-    """Weights of a step: every tensor is full of its number."""
+    """Weights of a step: every tensor is filled with the number of the step."""
     directory.mkdir(parents=True, exist_ok=True)
     data = np.full(shape, step, np.float32).tobytes()
     header = {
@@ -63,7 +63,7 @@ def _load(directory: Path) -> dict[str, bytes]:
 
 
 def wrong_spans(groups: list[list[RolloutState]]) -> list[tuple[int | None, tuple[tuple[int, int], ...], list[float]]]:
-    """Samples that have a token whose version is not that of the weights that made it."""
+    """Samples with a token whose version is not that of the weights that generated it."""
     wrong = []
     for state in (state for group in groups for state in group):
         assert state.logprobs is not None
@@ -79,17 +79,17 @@ class EngineServer(CompletionServer):
 
     started_with: Path = field(default_factory=Path)
     kind: Literal["vllm", "sglang", "anonymous"] = "vllm"
-    tail_ticks: int = 0  # so many turns of the event loop a request goes on after its client has left
-    refuse_updates: int = 0  # so many updates are made, and then refused
-    partial_updates: int = 0  # so many updates take only the first half of the tensors, and say nothing
-    keep_version: int = 0  # so many updates do not change the version
+    tail_ticks: int = 0  # turns of the event loop for which a request continues after its client has left
+    refuse_updates: int = 0  # the number of updates that are made and then refused
+    partial_updates: int = 0  # the number of updates that silently take only half of the tensors
+    keep_version: int = 0  # the number of updates that do not change the version
     started_version: str = "default"
-    hold_tails: bool = False  # requests go on for ever after their clients have left
+    hold_tails: bool = False  # requests continue forever after their clients have left
     silent: bool = False  # questions about itself are not answered while it generates
 
     weights: dict[str, bytes] = field(default_factory=dict)
     version: str = "default"
-    model_path: str = ""  # SGLang names the directory that it loaded last
+    model_path: str = ""  # SGLang reports the directory that it loaded last
     cache_of: bytes = b""
     tails: int = 0
     paused: bool = False
@@ -112,7 +112,7 @@ class EngineServer(CompletionServer):
 
     @property
     def step(self) -> int:
-        """The step of the weights that generate; that of the norm, if they are mixed."""
+        """The step of the current weights; that of the norm, if they are mixed."""
         return int(np.frombuffer(self.weights["model.norm.weight"], np.float32)[0])
 
     @property
@@ -124,7 +124,7 @@ class EngineServer(CompletionServer):
         return self.url.removesuffix("/v1")
 
     async def kill(self) -> None:
-        """As a process that is killed: all connections are cut."""
+        """Like a process that is killed: all connections are closed."""
         assert self._server is not None
         self._server.close()
         for handler in list(self._handlers):
@@ -133,7 +133,7 @@ class EngineServer(CompletionServer):
         await self._server.wait_closed()
 
     async def start_again(self) -> None:
-        """Another process at the same address; the first weights are back."""
+        """Start another process at the same address, with the start-up weights."""
         self.start = (self.start or 0) + 1
         self._start_up()
         self._server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
@@ -143,7 +143,7 @@ class EngineServer(CompletionServer):
         await self.start_again()
 
     def load(self, directory: Path) -> None:
-        """New weights by a way that nobody watches; it drops the cache."""
+        """Load new weights without the control paths; drops the cache."""
         self.weights = _load(directory)
         self.cache_of = self._made_of
 
@@ -200,7 +200,7 @@ class EngineServer(CompletionServer):
         return status, content if isinstance(content, bytes) else json.dumps(content).encode()
 
     def _update(self, directory: str) -> bool:
-        """Make an update; whether something was running."""
+        """Make an update; returns whether a request was running."""
         new = _load(Path(directory))
         if self.partial_updates:
             self.partial_updates -= 1

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from forebay.files import FileOps
+from forebay.checkpoint.files import FileOps
 
 __all__ = ["Failing"]
 

@@ -1,8 +1,8 @@
-"""A small real completion server on loopback: HTTP/1.1, chunked, server-sent events; it misbehaves when told to.
+"""A small real completion server on loopback: HTTP/1.1, chunked, server-sent events; it misbehaves on request.
 
 Its model is a pure function: the next token follows from all tokens before it, so an answer that was interrupted and
-continued must equal one given in one go. Each request takes the next `Script`, or `server.usual` when there is none.
-What it saw stays in `server.received`; `until` waits for it without polling.
+continued must equal an uninterrupted one. Each request takes the next `Script`, or `server.usual` if there is none.
+Requests are recorded in `server.received`; `until` waits for them without polling.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from tests.processes import HANG_S
 __all__ = ["CompletionServer", "Received", "Script", "answer_to", "logprob_of", "text_of"]
 
 _VOCABULARY = 1000
-# Cancels come from closing the server; asyncio's streams log a handler that ends with one.
+# Closing the server cancels its handlers; asyncio logs a handler that ends with a cancel.
 _ENDINGS = (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError)
 
 
 def answer_to(prompt: Sequence[int], tokens: int, stop: Sequence[int] = ()) -> list[int]:
-    """The answer of the model: up to `tokens` tokens, ending with the first that is in `stop`."""
+    """The answer of the model: up to `tokens` tokens, ending with the first one in `stop`."""
     ids = [int(token) for token in prompt]
     start = len(ids)
     while len(ids) < start + tokens and not (len(ids) > start and ids[-1] in stop):
@@ -35,7 +35,7 @@ def answer_to(prompt: Sequence[int], tokens: int, stop: Sequence[int] = ()) -> l
 
 
 def logprob_of(token: int) -> float:
-    return -(token % 64) / 16  # float32 holds it exactly
+    return -(token % 64) / 16  # exact in float32
 
 
 def text_of(token: int) -> str:
@@ -44,35 +44,35 @@ def text_of(token: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """How one request is answered; as it is, properly."""
+    """How one request is answered; by default correctly."""
 
     status: int = 200
     headers: tuple[tuple[str, str], ...] = ()
     body: bytes | None = None  # instead of an answer
-    body_length: int | None = None  # what the header says of it; -1: no header, the end of the connection is its end
-    plain: bool = False  # one JSON document, although asked to stream
+    body_length: int | None = None  # in the header; -1: no header, the body ends with the connection
+    plain: bool = False  # one JSON document instead of a stream
     silent: bool = False  # no answer at all
-    refuse: bool = False  # the connection is reset as soon as the request is there
-    cut_after: int | None = None  # the connection is cut behind so many tokens
-    end_after: int | None = None  # a clean end behind so many tokens, without a finish_reason
-    hold_after: int | None = None  # waits for `server.go` behind so many tokens
+    refuse: bool = False  # the connection is reset when the request has arrived
+    cut_after: int | None = None  # the connection is closed after n tokens
+    end_after: int | None = None  # a clean end after n tokens, without a finish_reason
+    hold_after: int | None = None  # waits for `server.go` after n tokens
     pause_s: float = 0.0  # before each chunk
-    hold_end: bool = False  # waits for `server.go` behind the finish_reason
-    report_after: int | None = None  # an error event with status `report_code` behind so many tokens
+    hold_end: bool = False  # waits for `server.go` after the finish_reason
+    report_after: int | None = None  # an error event with status `report_code` after n tokens
     report_code: int | None = 500
-    ids: str | None = "token_ids"  # the field that has them; "logprobs": as names; None: nowhere
-    logprobs: int | None = 0  # so many more than ids in each chunk; None: no field
+    ids: str | None = "token_ids"  # the field of the ids; "logprobs": as token names; None: no ids
+    logprobs: int | None = 0  # how many more than ids in each chunk; None: no field
     null_logprobs: bool = False
     tokens_per_chunk: int = 1
-    extra_tokens: int = 0  # more than was asked for
-    bytes_per_chunk: int | None = None  # HTTP chunks that know nothing of lines
+    extra_tokens: int = 0  # beyond max_tokens
+    bytes_per_chunk: int | None = None  # HTTP chunks that do not end with lines
     finish_reason: str | None = None  # instead of stop or length
     noise: bool = False  # comments, blank lines, chunks without a choice
 
 
 @dataclass
 class Received:
-    """One request as it came."""
+    """One request as it was received."""
 
     body: dict[str, Any]
     headers: dict[str, str]
@@ -82,7 +82,7 @@ class Received:
 
 @dataclass
 class CompletionServer:
-    """`async with CompletionServer() as server:` listens on a port of its own."""
+    """`async with CompletionServer() as server:` listens on a free port."""
 
     scripts: deque[Script] = field(default_factory=deque)
     usual: Script = field(default_factory=Script)
@@ -91,8 +91,8 @@ class CompletionServer:
     active: int = 0
     most_active: int = 0
     go: asyncio.Event = field(default_factory=asyncio.Event)
-    start: float | None = 1.5  # of its process, which it publishes; another one is another process
-    asked: list[str] = field(default_factory=list)  # about itself
+    start: float | None = 1.5  # the published start time of its process; a new value means a new process
+    asked: list[str] = field(default_factory=list)  # paths of requests about the server
     port: int = 0
 
     _server: asyncio.Server | None = None
@@ -162,7 +162,7 @@ class CompletionServer:
         self.most_active = max(self.most_active, self.active)
         self._changed.set()
         answering = asyncio.ensure_future(self._answer(request, script, writer))
-        leaving = asyncio.ensure_future(reader.read(1))  # nothing may come before the answer is complete
+        leaving = asyncio.ensure_future(reader.read(1))  # nothing may arrive before the answer is complete
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
             if not answering.done():
@@ -201,7 +201,7 @@ class CompletionServer:
                 part = data[start : start + size]
                 writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
                 if script.bytes_per_chunk:
-                    await asyncio.sleep(0)  # each part in a packet of its own, mostly
+                    await asyncio.sleep(0)  # mostly sends each part in its own packet
             await writer.drain()
         if script.cut_after is not None:
             writer.write(b"20\r\ndata: half a li")
@@ -209,13 +209,13 @@ class CompletionServer:
         return True
 
     def _counted(self, writer: asyncio.StreamWriter) -> bool:
-        """Whether a connection was counted before: those that only ask about the server are not."""
+        """Whether a connection is counted: those that only ask about the server are not."""
         known = writer in self._asking
         self._asking.add(writer)
         return known
 
     async def control(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
-        """What is answered to anything but a completion: status and body."""
+        """The status and body of the answer to anything but a completion."""
         if (method, path) == ("GET", "/metrics") and self.start is not None:
             return 200, (
                 f"process_start_time_seconds {self.start}\n"

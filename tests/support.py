@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from forebay import ReplayBuffer, RolloutState
+from forebay.buffer.internal import internals
 from forebay.testing import make_group
 
 __all__ = ["calls_of", "closed_ledger", "turns"]
@@ -45,6 +46,6 @@ async def turns(n: int = 5) -> None:
 
 async def draw(buffer: ReplayBuffer, n: int = 1, task_name: str = "math") -> list[list[RolloutState]]:
     """Issue n new prompts."""
-    cursor, _ = await buffer.position(task_name)
+    cursor, _ = await internals(buffer).position(task_name)
     prompts = [make_group(status="init") for _ in range(n)]  # type: ignore[arg-type]
-    return await buffer.issue(prompts, task_name, cursor=cursor)
+    return (await internals(buffer).issue(prompts, task_name, cursor=cursor)).groups

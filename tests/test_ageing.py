@@ -13,19 +13,19 @@ from tests.support import closed_ledger, turns
 
 async def test_raising_a_limit_saves_what_the_old_one_would_have_expired() -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", stale_threshold=1)
+    await buffer.set_limits("math", stale_threshold=1)
     await buffer.refresh_staleness(task_stale_thresholds={"math": None}, current_train_step=10)
-    buffer.set_limits("math", stale_threshold=8)
+    await buffer.set_limits("math", stale_threshold=8)
     await buffer.put(make_group(), "math", model_step=5, current_train_step=10)
     assert len(await buffer.get(1, "math", Status.COMPLETED)) == 1
 
 
 async def test_lowering_a_limit_reaches_what_is_stored() -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", stale_threshold=8)
+    await buffer.set_limits("math", stale_threshold=8)
     await buffer.put(make_group(), "math", model_step=5)
     await buffer.refresh_staleness(task_stale_thresholds={"math": None}, current_train_step=10)
-    buffer.set_limits("math", stale_threshold=1)
+    await buffer.set_limits("math", stale_threshold=1)
     assert await buffer.get(1, "math", Status.COMPLETED) == []
     assert await buffer.count("math", Status.EXPIRED) == 1
 
@@ -43,12 +43,22 @@ async def test_the_thresholds_of_a_put_that_was_refused_do_not_stay() -> None:
 
 async def test_masks_go_by_the_step_that_the_task_was_judged_for() -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", token_stale_threshold=2)
+    await buffer.set_limits("math", token_stale_threshold=2)
     await buffer.put(make_group(1), "math", model_step=0)
     await buffer.refresh_staleness(task_stale_thresholds={"math": None}, current_train_step=2)
     await buffer.put(make_group(), "code", model_step=8, current_train_step=9)  # another task is further on
     ((state,),) = await buffer.get(1, "math", Status.COMPLETED)
     assert state.response_mask == [1, 1, 1]
+
+
+async def test_a_lease_that_wants_nothing_of_a_task_leaves_its_stale_groups_alone() -> None:
+    buffer = ReplayBuffer()
+    await buffer.refresh_staleness(task_stale_thresholds={"math": 1}, current_train_step=2)
+    await buffer.put(make_group(), "math", model_step=0)
+    async with buffer.lease_batch({"math": 0}, train_step=3):
+        assert await buffer.count("math", Status.COMPLETED) == 1
+    assert await buffer.get(1, "math", Status.COMPLETED) == []
+    assert await buffer.count("math", Status.EXPIRED) == 1
 
 
 async def test_a_lowered_watermark_cannot_be_and_a_relaxed_one_wakes_waiters() -> None:
@@ -69,7 +79,7 @@ async def test_a_lowered_watermark_cannot_be_and_a_relaxed_one_wakes_waiters() -
 
 async def test_a_trainer_that_touches_a_mask_in_place_does_not_block_the_task() -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", token_stale_threshold=2)
+    await buffer.set_limits("math", token_stale_threshold=2)
     group = make_group(1)
     group[0].response_mask = [1, 1, 1]
     await buffer.put(group, "math", model_step=5)

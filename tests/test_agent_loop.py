@@ -1,4 +1,4 @@
-"""The contract of agent loops: every member comes back, whatever becomes of one of them."""
+"""The contract of agent loops: every member is returned, even if some of them fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forebay import AgentLoop, FunctionAgentLoop, InvalidConfig, RolloutState, Status
-from forebay.checks import check_group
+from forebay.core.validate import check_group
 from forebay.testing import simulate
 from tests.test_strategy import after, answer, at_once, never, now, simulated, statuses
 
@@ -24,10 +24,10 @@ def group_of(members: int = 3, **fields: Any) -> list[RolloutState]:
 
 
 class Answering(AgentLoop):
-    """Calls a function for every sample, by hand: `FunctionAgentLoop` does more."""
+    """Calls a function for every sample, and nothing else; `FunctionAgentLoop` does more."""
 
     def __init__(self, function: Any) -> None:
-        self.function = function  # our own constructor is not called: it need not be
+        self.function = function  # a subclass need not call the constructor of AgentLoop
 
     async def generate(
         self, state: RolloutState, *, enable_partial_rollout: bool
@@ -39,7 +39,7 @@ class Answering(AgentLoop):
 
 
 @simulated
-async def test_members_are_generated_at_the_same_time() -> None:
+async def test_members_are_generated_concurrently() -> None:
     loop = FunctionAgentLoop(after(5))
     group = await loop.generate_group(group_of(4))
     assert now() == 5
@@ -47,7 +47,7 @@ async def test_members_are_generated_at_the_same_time() -> None:
 
 
 @simulated
-async def test_the_group_comes_back_in_its_order() -> None:
+async def test_the_group_is_returned_in_its_order() -> None:
     async def last_first(state: RolloutState) -> None:
         await asyncio.sleep(30 - (state.rollout_id or 0))
         answer(state)
@@ -73,8 +73,8 @@ async def test_completed_members_are_not_generated_again() -> None:
 
 
 @simulated
-async def test_one_that_raises_is_failed_and_its_siblings_finish() -> None:
-    """The reference lets one exception fail the group while its siblings run on."""
+async def test_a_member_that_raises_is_failed_and_the_others_finish() -> None:
+    """In the reference one exception fails the group while the other members keep running."""
 
     async def one_raises(state: RolloutState) -> None:
         if state.rollout_id == 22:
@@ -91,7 +91,7 @@ async def test_one_that_raises_is_failed_and_its_siblings_finish() -> None:
 
 
 @simulated
-async def test_a_cancel_waits_for_all_members_and_leaves_what_there_is_in_the_list() -> None:
+async def test_a_cancel_waits_for_all_members_and_leaves_them_in_the_list() -> None:
     ended = []
 
     async def reluctant(state: RolloutState) -> RolloutState:
@@ -119,7 +119,7 @@ async def test_a_cancel_waits_for_all_members_and_leaves_what_there_is_in_the_li
 
 
 @simulated
-async def test_new_samples_get_the_identity_of_the_one_that_they_answer() -> None:
+async def test_new_samples_get_the_identity_of_the_sample_that_they_answer() -> None:
     async def anew(state: RolloutState) -> RolloutState:
         fresh = RolloutState(message=state.message)
         answer(fresh)
@@ -137,8 +137,8 @@ async def test_new_samples_get_the_identity_of_the_one_that_they_answer() -> Non
 
 @pytest.mark.parametrize("given", [(0, 0, 0), (0, 1, 2), (2, 1, 0), (0, 1, 1)])
 @pytest.mark.parametrize("own", [0, 1, 2])
-def test_segments_are_numbered_unless_they_are(given: tuple[int, ...], own: int) -> None:
-    """The sample that was issued kept segment 0, wherever it stood among its segments."""
+def test_segments_are_numbered_unless_their_numbers_differ(given: tuple[int, ...], own: int) -> None:
+    """Also if the issued sample is not the first of the segments."""
 
     async def several(state: RolloutState) -> list[RolloutState]:
         segments = [RolloutState(message=state.message) for _ in given]
@@ -159,7 +159,7 @@ def test_segments_are_numbered_unless_they_are(given: tuple[int, ...], own: int)
 
 
 @pytest.mark.parametrize("wrong", [[], 5, "text", [5], None])
-def test_what_is_no_sample_fails_its_member(wrong: object) -> None:
+def test_a_result_that_is_not_a_sample_fails_its_member(wrong: object) -> None:
     async def bad(state: RolloutState) -> object:
         if state.rollout_id == 21:
             return wrong
@@ -175,7 +175,7 @@ def test_what_is_no_sample_fails_its_member(wrong: object) -> None:
 
 
 @simulated
-async def test_while_paused_everything_comes_back_at_once_and_untouched() -> None:
+async def test_members_that_arrive_in_a_pause_are_returned_at_once_and_unchanged() -> None:
     loop = FunctionAgentLoop(never)
     await loop.pause()
     await loop.pause()
@@ -193,7 +193,7 @@ async def test_while_paused_everything_comes_back_at_once_and_untouched() -> Non
 
 
 @simulated
-async def test_a_pause_stops_functions_and_keeps_what_they_wrote() -> None:
+async def test_a_pause_cancels_functions_and_keeps_their_tokens() -> None:
     async def streaming(state: RolloutState) -> None:
         for tokens in range(1, 100):
             await asyncio.sleep(1)
@@ -211,7 +211,7 @@ async def test_a_pause_stops_functions_and_keeps_what_they_wrote() -> None:
 
 
 @simulated
-async def test_a_function_may_be_waited_for_instead() -> None:
+async def test_a_pause_waits_for_functions_without_cancel_on_pause() -> None:
     loop = FunctionAgentLoop(after(10), cancel_on_pause=False)
     running = asyncio.create_task(loop.generate_group(group_of()))
     await asyncio.sleep(1)
@@ -221,8 +221,8 @@ async def test_a_function_may_be_waited_for_instead() -> None:
 
 
 @simulated
-async def test_what_a_function_raises_when_a_pause_stops_it_is_not_held_against_it() -> None:
-    """It was FAILED, which would have cost a try."""
+async def test_an_error_of_a_function_that_a_pause_cancels_is_no_failure() -> None:
+    """FAILED would cost a try."""
 
     async def converts(state: RolloutState) -> None:
         state.response_ids = [1, 2]
@@ -241,8 +241,8 @@ async def test_what_a_function_raises_when_a_pause_stops_it_is_not_held_against_
 
 
 @simulated
-async def test_half_an_answer_of_a_function_that_swallows_the_cancel_is_not_a_whole_one() -> None:
-    """It counted as COMPLETED, because there was a response."""
+async def test_an_incomplete_answer_of_a_function_that_swallows_its_cancel_is_aborted() -> None:
+    """A response alone does not make it COMPLETED."""
 
     async def swallows(state: RolloutState) -> None:
         state.response_ids = [1, 2]
@@ -259,12 +259,12 @@ async def test_half_an_answer_of_a_function_that_swallows_the_cancel_is_not_a_wh
 
 
 @simulated
-async def test_a_function_that_is_done_in_the_moment_of_the_pause_is_done() -> None:
+async def test_a_function_that_ends_at_the_moment_of_a_pause_is_completed() -> None:
     loop = FunctionAgentLoop(after(5))
     running = asyncio.create_task(loop.generate_group(group_of()))
     asyncio.get_running_loop().call_at(5, lambda: asyncio.ensure_future(loop.pause()))
     group = await running
-    # Either order of the two is right; a sample that was answered is never taken for a stopped one.
+    # Either order of the two is correct; an answered sample never counts as a stopped one.
     assert {state.status is Status.COMPLETED for state in group} == {state.finish_reason == "stop" for state in group}
 
 
@@ -295,7 +295,6 @@ async def test_a_pause_may_cancel_members_from_inside() -> None:
 
 @simulated
 async def test_a_member_that_cancels_itself_has_failed() -> None:
-    """It came back without a status."""
 
     async def self_cancelling(state: RolloutState) -> None:
         if state.rollout_id == 22:
@@ -310,7 +309,7 @@ async def test_a_member_that_cancels_itself_has_failed() -> None:
 
 
 def test_a_loop_outlives_an_event_loop() -> None:
-    """The event of its pause belonged to the first one."""
+    """The event of its pause must not belong to the first event loop."""
     loop = FunctionAgentLoop(after(1))
 
     async def main(*, pause: bool) -> list[RolloutState]:
@@ -349,15 +348,15 @@ def filled(**fields: Any) -> Any:
         ({"response": "yes", "finish_reason": "abort"}, Status.ABORTED),
         ({"response": "yes", "finish_reason": "weird"}, Status.FAILED),
         ({"response": "yes", "status": Status.FAILED}, Status.FAILED),
-        ({}, Status.INIT),  # the producer takes that for a failure
+        ({}, Status.INIT),  # a failure for the producer
     ],
 )
-def test_a_status_that_a_function_leaves_open_is_settled(fields: dict[str, Any], status: Status) -> None:
+def test_a_status_left_at_init_follows_from_the_sample(fields: dict[str, Any], status: Status) -> None:
     (state,) = simulate.run(lambda: FunctionAgentLoop(filled(**fields)).generate_group(group_of(1)))
     assert state.status is status
 
 
-def test_what_is_no_function_is_refused() -> None:
+def test_a_value_that_is_not_an_async_function_is_refused() -> None:
     def plain(state: RolloutState) -> None:
         state.response = "yes"
 
@@ -381,7 +380,7 @@ def test_a_function_that_returns_no_sample_fails_its_member_with_a_clear_error(r
 
     (state,) = simulate.run(lambda: FunctionAgentLoop(says).generate_group(group_of(1)))
     assert state.status is Status.FAILED
-    assert f"returned {returned!r}; expected None or the sample" in (state.error_msg or "")
+    assert f"returned {returned!r}; expected None, the sample" in (state.error_msg or "")
 
 
 @simulated

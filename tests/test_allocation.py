@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay import InvalidConfig, InvalidInput
-from forebay.manager.allocation import Credits, allocate, check_weights, load_credits, save_credits
+from forebay.manager.schedule import Credits, allocate, check_weights, load_credits, save_credits
 from tests.support import calls_of
 
 WEIGHTS = st.lists(

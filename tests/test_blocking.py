@@ -1,19 +1,22 @@
-"""The blocking facade: the same verbs, from any thread."""
+"""The blocking buffer: the methods of the native one, from any thread."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import inspect
+import pydoc
 import random
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 import forebay
 from forebay import AsyncReplayBufferConfig, BufferClosed, Status, WaitTimeout, WrongEventLoop, blocking
 from forebay.testing import make_group
+from tests.interrupts import interrupted
 from tests.processes import HANG_S
 
 
@@ -23,19 +26,22 @@ def buffer() -> Iterator[blocking.ReplayBuffer]:
         yield buffer
 
 
-# For producers and managers, which run on the buffer's own loop: they wait, try and look in its turns, and have the
-# native buffer at hand. From another thread what they tell would be out of date on arrival.
+# For samplers, producers and managers, which run on the buffer's own loop and use the native buffer. Another thread
+# would get answers that are already out of date.
 HOOKS = {
-    "completed_and_taken",
-    "give_back_owed",
     "asking",
     "bounded_bytes",
+    "completed_and_taken",
+    "give_back_owed",
+    "issue",
     "lease_attempt",
     "max_groups",
     "nudge",
     "others_hold",
+    "position",
     "produced",
     "produces",
+    "redraw",
     "resume_with",
     "room",
     "save_with",
@@ -45,16 +51,42 @@ HOOKS = {
 }
 
 
-def test_it_has_every_verb_with_the_same_arguments() -> None:
+def test_it_has_every_method_with_the_same_parameters_and_documentation() -> None:
     assert [name for name in sorted(HOOKS) if hasattr(blocking.ReplayBuffer, name)] == []
-    for name, verb in inspect.getmembers(forebay.ReplayBuffer, inspect.isfunction):
+    for name, method in inspect.getmembers(forebay.ReplayBuffer, inspect.isfunction):
         if not name.startswith("_") and name not in HOOKS:
-            assert hasattr(blocking.ReplayBuffer, name), name
-            expected = inspect.signature(verb).parameters
-            assert inspect.signature(getattr(blocking.ReplayBuffer, name)).parameters == expected, name
+            ours = getattr(blocking.ReplayBuffer, name)
+            assert inspect.isfunction(ours), name
+            assert inspect.signature(ours).parameters == inspect.signature(method).parameters, name
+            if name not in ("close", "lease_batch"):  # which differ for synchronous code
+                assert (ours.__doc__, inspect.signature(ours)) == (method.__doc__, inspect.signature(method)), name
 
 
-def test_every_verb_works(buffer: blocking.ReplayBuffer) -> None:
+def test_help_shows_the_parameters_the_result_and_the_documentation() -> None:
+    shown = pydoc.plain(pydoc.render_doc(blocking.ReplayBuffer))
+    assert "count(self, task_name: 'str', group_status: 'Status') -> 'int'" in shown
+    assert "Buffered groups of a task and status" in shown
+    assert ") -> 'Lease'\n" in shown
+    assert "Wait for a full batch and lease it" in shown
+
+
+def test_a_method_that_the_native_class_overrides_is_called() -> None:
+    class Counting(forebay.ReplayBuffer):
+        async def count(self, task_name: str, group_status: Status) -> int:
+            return 1_000 + await super().count(task_name, group_status)
+
+    with blocking.ReplayBuffer(Counting()) as buffer:
+        assert buffer.count("math", Status.COMPLETED) == 1_000
+
+
+def test_wrong_arguments_are_a_type_error_of_the_caller(buffer: blocking.ReplayBuffer) -> None:
+    with pytest.raises(TypeError, match="no_such_option"):
+        buffer.count("math", Status.COMPLETED, no_such_option=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="train_step"):
+        buffer.lease_batch({"math": 1})  # type: ignore[call-arg]
+
+
+def test_every_method_works(buffer: blocking.ReplayBuffer, tmp_path: Path) -> None:
     buffer.set_limits("math", stale_threshold=9)
     uid = buffer.put(make_group(score=1.0), "math", model_step=0)
     assert uid is not None
@@ -72,22 +104,23 @@ def test_every_verb_works(buffer: blocking.ReplayBuffer) -> None:
         assert len(lease.groups) == len(lease.groups_by_task["math"]) == 1
     buffer.lease_batch({"math": 1}, train_step=1).nack()
     buffer.lease_batch({"math": 1}, train_step=1).ack()
-    assert len(buffer.redraw(1, "math")) == 1
-    assert buffer.position("math") == (0, None)
-    assert len(buffer.issue([make_group(status=Status.INIT)], "math", cursor=0)) == 1
     assert buffer.refresh_staleness(task_stale_thresholds={"math": 1}, current_train_step=1) == {"math": 0}
     assert buffer.get(1, "math", Status.COMPLETED) == []
     assert buffer.take_batch({"math": 1}) == ({"math": []}, {"math": 0})
-    assert buffer.discard({}, "the end") == 0
+    buffer.save(tmp_path / "checkpoint", model_step=1)
+    with blocking.ReplayBuffer(AsyncReplayBufferConfig()) as fresh:
+        assert fresh.resume(tmp_path / "checkpoint") == 1
+        assert len(fresh) == 1
+    assert buffer.discard({}, "the end") == 1
     assert buffer.ledger()["math"]["trained"] == 2
-    assert buffer.reasons() == {"math": {}}
-    assert buffer.stats()["forebay/math/in_flight"] == 2
-    assert "in flight: 2 groups" in buffer.explain_wait()
+    assert buffer.reasons() == {"math": {"the end": 1}}
+    assert buffer.stats()["forebay/math/discarded"] == 1
+    assert "nothing is waiting" in buffer.explain_wait()
     with pytest.raises(WaitTimeout):
         buffer.lease_batch({"math": 1}, train_step=1, timeout_s=0)
 
 
-def test_a_lease_is_given_back_on_an_exception(buffer: blocking.ReplayBuffer) -> None:
+def test_an_exception_in_the_block_returns_the_leased_groups(buffer: blocking.ReplayBuffer) -> None:
     buffer.put(make_group(), "math")
     with pytest.raises(RuntimeError), buffer.lease_batch({"math": 1}, train_step=1) as lease:
         raise RuntimeError("out of memory")
@@ -102,7 +135,7 @@ def test_a_lease_can_reject(buffer: blocking.ReplayBuffer) -> None:
     assert buffer.reasons() == {"math": {"no gradient": 1}}
 
 
-def test_threads_hammer_it_and_nothing_is_lost_or_doubled(buffer: blocking.ReplayBuffer) -> None:
+def test_many_threads_lose_and_duplicate_no_group(buffer: blocking.ReplayBuffer) -> None:
     producers, groups_each = 4, 150
     total = producers * groups_each
     taken: list[int] = []
@@ -142,7 +175,7 @@ def test_threads_hammer_it_and_nothing_is_lost_or_doubled(buffer: blocking.Repla
     with concurrent.futures.ThreadPoolExecutor(producers + 4) as pool:
         watcher = pool.submit(watch, stop)
         work = [pool.submit(produce, number) for number in range(producers)]
-        # Batches of one to three leave up to two groups that no batch of their own size takes; ones take them.
+        # Up to two groups may be left that are too few for a batch of three; a batch of one takes them.
         work += [pool.submit(train, seed) for seed in range(3)]
         try:
             for future in work:
@@ -176,48 +209,25 @@ def test_a_blocking_call_from_the_loop_itself_is_refused_instead_of_hanging(buff
 def test_an_interrupted_wait_leaves_nothing_behind(
     buffer: blocking.ReplayBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = concurrent.futures.Future.result
-    interrupted = threading.Event()
-
-    def interrupt(self: concurrent.futures.Future[object], timeout: float | None = None) -> object:
-        if not interrupted.is_set():
-            interrupted.set()
-            raise KeyboardInterrupt
-        return real(self, timeout)
-
-    monkeypatch.setattr(concurrent.futures.Future, "result", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(monkeypatch, after_the_result=False):
         buffer.lease_batch({"math": 1}, train_step=1)
-    monkeypatch.undo()
     buffer.put(make_group(), "math")
     with buffer.lease_batch({"math": 1}, train_step=1, timeout_s=HANG_S) as lease:
         assert len(lease.groups) == 1
     assert "nothing is waiting" in buffer.explain_wait()
 
 
-def test_a_lease_granted_while_the_caller_was_interrupted_is_given_back(
+def test_a_lease_granted_while_the_caller_is_interrupted_is_returned(
     buffer: blocking.ReplayBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     buffer.put(make_group(), "math")
-    real = concurrent.futures.Future.result
-    calls: list[int] = []
-
-    def interrupt(self: concurrent.futures.Future[object], timeout: float | None = None) -> object:
-        calls.append(1)
-        granted = real(self, timeout)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return granted
-
-    monkeypatch.setattr(concurrent.futures.Future, "result", interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with interrupted(monkeypatch, after_the_result=True):
         buffer.lease_batch({"math": 1}, train_step=1)
-    monkeypatch.undo()
     line = buffer.ledger()["math"]
     assert (line["buffered"], line["leased"]) == (1, 0)
 
 
-def test_closing_ends_waits_in_other_threads_and_later_calls_say_so() -> None:
+def test_closing_ends_waits_in_other_threads_and_refuses_later_calls() -> None:
     buffer = blocking.ReplayBuffer(forebay.ReplayBuffer())
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(buffer.wait_ready, {"math": 1})
@@ -231,30 +241,8 @@ def test_closing_ends_waits_in_other_threads_and_later_calls_say_so() -> None:
         buffer.put(make_group(), "math")
 
 
-def test_a_draw_interrupted_while_it_was_granted_is_given_back(
-    buffer: blocking.ReplayBuffer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    buffer.put(make_group(status=Status.ABORTED), "math")
-    real = concurrent.futures.Future.result
-    calls: list[int] = []
-
-    def interrupt(self: concurrent.futures.Future[object], timeout: float | None = None) -> object:
-        calls.append(1)
-        granted = real(self, timeout)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        return granted
-
-    monkeypatch.setattr(concurrent.futures.Future, "result", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        buffer.redraw(1, "math")
-    monkeypatch.undo()
-    line = buffer.ledger()["math"]
-    assert (line["buffered"], line["in_flight"]) == (1, 0)
-
-
 @pytest.mark.parametrize("closers", [1, 2])
-def test_closing_among_calls_of_many_threads_hangs_nobody(closers: int) -> None:
+def test_no_call_hangs_when_other_threads_close_the_buffer(closers: int) -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:

@@ -26,6 +26,7 @@ from forebay import (
     Sampler,
     Status,
 )
+from forebay.buffer.internal import internals
 from forebay.testing import make_group
 from tests.support import closed_ledger, draw
 
@@ -60,7 +61,7 @@ async def test_put_judges_by_the_current_train_step_and_expires_members() -> Non
 
 async def test_limits_are_kept_and_overridden_by_a_call() -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", stale_threshold=1)
+    await buffer.set_limits("math", stale_threshold=1)
     await buffer.put(make_group(), "math", model_step=0, current_train_step=3)
     assert await buffer.count("math", Status.EXPIRED) == 1
     await buffer.put(make_group(), "math", model_step=0, current_train_step=3, stale_threshold=3)
@@ -80,7 +81,7 @@ async def test_a_threshold_that_came_with_a_put_binds_later_leases() -> None:
 @pytest.mark.parametrize("arrays", [False, True])
 async def test_a_lease_masks_stale_tokens_and_keeps_the_stored_mask(arrays: bool) -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", token_stale_threshold=4)
+    await buffer.set_limits("math", token_stale_threshold=4)
     group = make_group(1, tokens=2)
     group[0].version_spans = ((0, 1), (4, 1))
     if arrays:
@@ -121,7 +122,7 @@ async def test_refresh_counts_only_what_newly_expired() -> None:
 
 async def test_g01_tokens_that_are_too_old_on_arrival_are_in_the_token_ledger() -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", stale_threshold=1)
+    await buffer.set_limits("math", stale_threshold=1)
     group = await Sampler([{"prompt": "q"}]).with_buffer(buffer).sample("math")
     group[0].response_ids, group[0].status = [1] * 10, Status.COMPLETED
     await buffer.put(group, "math", model_step=0, current_train_step=5)
@@ -233,16 +234,16 @@ async def test_stats_are_flat_and_name_every_place() -> None:
 async def test_a_draw_that_lost_the_race_learns_where_the_cursor_is() -> None:
     buffer = ReplayBuffer()
     await draw(buffer, 3)
-    with pytest.raises(CursorMoved, match="stands at 3") as caught:
-        await buffer.issue([make_group(status=Status.INIT)], "math", cursor=1)
+    with pytest.raises(CursorMoved, match="its position is 3") as caught:
+        await internals(buffer).issue([make_group(status=Status.INIT)], "math", cursor=1)
     assert caught.value.cursor == 3
-    assert (await buffer.position("math")) == (3, None)
+    assert (await internals(buffer).position("math")) == (3, None)
 
 
 async def test_only_what_can_be_generated_again_is_redrawn() -> None:
     buffer = ReplayBuffer()
     with pytest.raises(InvalidInput, match="completed groups cannot be drawn again"):
-        await buffer.redraw(1, "math", [Status.COMPLETED])
+        await internals(buffer).redraw(1, "math", [Status.COMPLETED])
 
 
 def bad_groups() -> dict[str, Callable[[], list[RolloutState]]]:
@@ -289,7 +290,7 @@ async def test_duplicate_rollout_ids_and_groups_are_refused() -> None:
     with pytest.raises(InvalidGroup, match="rollout_id 3"):
         await buffer.put(twins, "math")
     await buffer.put(make_group(group_id=1), "math")
-    with pytest.raises(DuplicateGroup, match="already there: it is buffered"):
+    with pytest.raises(DuplicateGroup, match="already exists: it is buffered"):
         await buffer.put(make_group(group_id=1), "math")
     await buffer.lease_batch({"math": 1}, train_step=1)
     with pytest.raises(DuplicateGroup, match="it is leased"):
@@ -322,10 +323,10 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     "priority nan": (InvalidInput, "priority", lambda b: b.put(make_group(), "math", priority=float("nan"))),
     "tag of a wrong type": (InvalidInput, "tag 'a'", lambda b: b.put(make_group(), "math", tags={"a": [1]})),
     "task without name": (InvalidInput, "task_name", lambda b: b.put(make_group(), "")),
-    "n that is not whole": (InvalidInput, "whole number", lambda b: b.get(1.5, "math", Status.COMPLETED)),
-    "n that is a bool": (InvalidInput, "whole number", lambda b: b.take_batch({"math": True})),
+    "n that is not whole": (InvalidInput, "expected an integer", lambda b: b.get(1.5, "math", Status.COMPLETED)),
+    "n that is a bool": (InvalidInput, "expected an integer", lambda b: b.take_batch({"math": True})),
     "unknown status": (InvalidInput, "unknown status 'done'", lambda b: b.get(1, "math", "done")),
-    "wants that are no dict": (InvalidInput, "expected {task: groups}", lambda b: b.is_ready([("math", 1)])),
+    "wants that are no dict": (InvalidInput, "expected a dict of task names", lambda b: b.is_ready([("math", 1)])),
     "lease for step 0": (InvalidInput, "train_step is 0", lambda b: b._lease({"math": 1}, 0, Status.COMPLETED, 0)),
     "refresh of what does not expire": (
         InvalidInput,
@@ -359,13 +360,13 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
     ),
     "a sample alone": (InvalidInput, "a group is a list", lambda b: b.put(make_group()[0], "math")),
     "no groups": (InvalidInput, "groups are None", lambda b: b.put_many(None, "math")),
-    "no prompts": (InvalidInput, "groups are None", lambda b: b.issue(None, "math", cursor=0)),
+    "no prompts": (InvalidInput, "groups are None", lambda b: internals(b).issue(None, "math", cursor=0)),  # type: ignore[arg-type]
     "a timeout that is a text": (InvalidInput, "timeout_s is '5'", lambda b: b.wait_ready({"math": 2}, timeout_s="5")),
     "a priority that is a text": (InvalidInput, "priority is", lambda b: b.put(make_group(), "math", priority="high")),
     "tags that are a text": (InvalidInput, "tags are 'x'", lambda b: b.put(make_group(), "math", tags="x")),
     "tasks that are a text": (InvalidInput, "tasks are", lambda b: b.count_statuses("math", [Status.INIT])),
     "a task that is a list": (InvalidInput, "task_name is", lambda b: b.count(["math"], Status.INIT)),
-    "statuses that are a number": (InvalidInput, "statuses are 5", lambda b: b.redraw(1, "math", 5)),
+    "statuses that are a number": (InvalidInput, "statuses are 5", lambda b: internals(b).redraw(1, "math", 5)),  # type: ignore[arg-type]
     "priorities that are a list": (InvalidInput, "priorities is", lambda b: b.set_priority([1])),
     "thresholds that are a list": (
         InvalidInput,
@@ -377,10 +378,10 @@ BAD_CALLS: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
         "expired_groups_retryable is 'no'",
         lambda b: b.put(make_group(), "math", expired_groups_retryable="no"),
     ),
-    "a wait for more than fits": (InvalidConfig, "would never end", lambda b: b.wait_ready({"math": 9})),
+    "a wait for more than fits": (InvalidConfig, "can never fit", lambda b: b.wait_ready({"math": 9})),
     "a lease of more than fits": (
         InvalidConfig,
-        "would never end",
+        "can never fit",
         lambda b: b._lease({"math": 5, "code": 4}, 1, Status.COMPLETED, None),
     ),
 }
@@ -432,7 +433,7 @@ async def test_a_failed_group_with_a_strange_error_message_leaves_the_ledger_clo
 
 async def test_what_is_stale_on_arrival_needs_no_room() -> None:
     buffer = ReplayBuffer(max_groups=1)
-    buffer.set_limits("math", stale_threshold=1, retryable=False)
+    await buffer.set_limits("math", stale_threshold=1, retryable=False)
     await buffer.put(make_group(), "math", model_step=8)
     await buffer.put_many([make_group(), make_group()], "math", model_step=0, current_train_step=9)
     assert await closed_ledger(buffer) == {"issued": 3, "buffered": 1, "discarded": 2}

@@ -20,7 +20,6 @@ from forebay import (
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
     InvalidConfig,
-    InvalidInput,
     MemoryStorage,
     ReplayBuffer,
     RolloutState,
@@ -31,9 +30,10 @@ from forebay import (
     Task,
     WaitTimeout,
 )
-from forebay.capacity import MAX_SIZES, note_size, response_size_p99, rounded_up
+from forebay.buffer.internal import internals
+from forebay.core.capacity import MAX_SIZES, note_size, response_size_p99, rounded_up
 from forebay.produce import NoProgress
-from forebay.storage.pandas import PandasStorage
+from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from forebay.testing.simulate import run
@@ -74,7 +74,7 @@ def test_the_sizes_follow_a_run_that_changes() -> None:
 
 
 def answered(group: list[RolloutState], size: int, status: Status = Status.COMPLETED) -> list[RolloutState]:
-    """The group back from its producer, each member with a response of so many bytes, at least one."""
+    """The group back from its producer, each member with a response of this many bytes, at least one."""
     for state in group:
         state.response_ids, state.version_spans = np.zeros(max(1, size), np.int8), ()
         state.status = status
@@ -84,12 +84,11 @@ def answered(group: list[RolloutState], size: int, status: Status = Status.COMPL
 async def test_what_is_in_flight_counts_with_its_reservation_until_its_true_size_is_known() -> None:
     buffer = ReplayBuffer(max_bytes=MAX_BYTES, expect_group_bytes=4_000)
     (first,) = await draw(buffer)
-    usage = await buffer.storage.usage()
+    usage = (await buffer.storage.summary(())).usage
     assert usage.reserved == 4_000
     await draw(buffer)
-    cursor, _ = await buffer.position("math")
-    with pytest.raises(WaitTimeout):
-        await buffer.issue([make_group(status=Status.INIT)], "math", cursor=cursor, timeout_s=0)
+    cursor, _ = await internals(buffer).position("math")
+    assert (await internals(buffer).issue([make_group(status=Status.INIT)], "math", cursor=cursor)).taken == 0
     await buffer.put(answered(first, 100), "math")
     (third,) = await draw(buffer)  # the first one turned out to be small, and so will this one
     (record,) = await buffer.query({"group_id": third[0].group_id})
@@ -103,20 +102,20 @@ async def test_a_group_that_expires_keeps_the_room_that_it_had() -> None:
     (before,) = await buffer.query({})
     await buffer.refresh_staleness(task_stale_thresholds={"math": 1}, current_train_step=5)
     (after,) = await buffer.query({})
-    usage = await buffer.storage.usage()
+    usage = (await buffer.storage.summary(())).usage
     assert after.status is Status.EXPIRED
     assert usage.bytes + usage.reserved == before.bytes == after.reserved_bytes
-    await buffer.redraw(1, "math")
-    assert await buffer.storage.usage() == usage
+    await internals(buffer).redraw(1, "math")
+    assert (await buffer.storage.summary(())).usage == usage
 
 
 async def test_one_group_always_fits_into_an_empty_buffer() -> None:
     buffer = ReplayBuffer(max_bytes=MAX_BYTES)
     assert MAX_BYTES < 2**20  # by default a group is expected to be larger than all of it
     await draw(buffer)
-    cursor, _ = await buffer.position("math")
-    with pytest.raises(InvalidInput, match="can never fit"):
-        await buffer.issue([make_group(status=Status.INIT) for _ in range(2)], "math", cursor=cursor)
+    cursor, _ = await internals(buffer).position("math")
+    prompts = [make_group(status=Status.INIT) for _ in range(2)]
+    assert (await internals(buffer).issue(prompts, "math", cursor=cursor)).taken == 0
 
 
 def _storages(directory: Path) -> list[Callable[[], Storage]]:
@@ -150,15 +149,14 @@ async def _check_bound(storage: Storage, actions: list[tuple[str, int]], expecte
         for action, size in actions:
             match action:
                 case "issue":
-                    cursor, _ = await buffer.position("math")
+                    cursor, _ = await internals(buffer).position("math")
                     prompts = [make_group(status=Status.INIT)]
-                    with suppress(WaitTimeout):
-                        flying += await buffer.issue(prompts, "math", cursor=cursor, timeout_s=0)
+                    flying += (await internals(buffer).issue(prompts, "math", cursor=cursor)).groups
                 case "complete" | "abort" if flying:
                     status = Status.COMPLETED if action == "complete" else Status.ABORTED
                     await buffer.put(answered(flying.pop(size % len(flying)), size, status), "math", model_step=step)
                 case "redraw":
-                    flying += await buffer.redraw(1, "math")
+                    flying += await internals(buffer).redraw(1, "math")
                 case "hand":
                     by_hand = answered(make_group(status=Status.INIT), size)
                     with suppress(WaitTimeout):
@@ -174,7 +172,7 @@ async def _check_bound(storage: Storage, actions: list[tuple[str, int]], expecte
                 if record.status is Status.COMPLETED:
                     owned[record.uid] = min(room, record.bytes)
             beyond = sum(max(0, record.bytes - owned[record.uid]) for record in records)
-            usage = await storage.usage()
+            usage = (await storage.summary(())).usage
             assert usage.bytes == sum(record.bytes for record in records)
             assert usage.bytes <= MAX_BYTES + beyond
             assert usage.reserved == sum(max(0, record.reserved_bytes - record.bytes) for record in records)
@@ -226,7 +224,7 @@ def test_g11_a_batch_that_can_never_fit_ends_the_wait_at_once_with_the_numbers(a
     async def main() -> None:
         buffer = AsyncReplayBufferConfig(max_bytes=20_000, expect_group_bytes=6_000).build()
         train = train_ahead if ahead else train_in_turns
-        with pytest.raises(InvalidConfig, match=r"of 8 groups of task 'math' are there, nothing is in flight .*20000"):
+        with pytest.raises(InvalidConfig, match=r"of 8 groups of task 'math' are buffered, none is in flight .*20000"):
             await train(buffer, [a_task(buffer, lambda: 3_000, ahead=ahead)], 8, 3)
         assert asyncio.get_running_loop().time() < 60
         assert (await closed_ledger(buffer))["buffered"] >= 3
@@ -248,15 +246,15 @@ def test_one_long_answer_does_not_end_the_run(ahead: bool, long: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_never_is_said_only_when_the_buffered_groups_leave_no_room_for_a_prompt(ahead: bool) -> None:
+def test_a_batch_can_never_come_only_when_buffered_groups_leave_no_room_for_a_prompt(ahead: bool) -> None:
     async def main() -> None:
         buffer = AsyncReplayBufferConfig(max_bytes=100_000, expect_group_bytes=90_000).build()
         answers = iter([60_000, 60_000])
         train = train_ahead if ahead else train_in_turns
-        with pytest.raises(InvalidConfig, match=r"the next prompt \([0-9,]+ bytes without responses\) finds no room"):
+        with pytest.raises(InvalidConfig, match=r"the next prompt \([0-9,]+ bytes without responses\) does not fit"):
             await train(buffer, [a_task(buffer, lambda: next(answers, 100), ahead=ahead)], 8, 3)
-        (usage, line) = await buffer.storage.usage(), await closed_ledger(buffer)
-        assert usage.bytes > 100_000
+        assert (await buffer.storage.summary()).usage.bytes > 100_000
+        line = await closed_ledger(buffer)
         assert line["buffered"] == line["issued"] < 8
 
     run(main, seed=1)
@@ -323,7 +321,7 @@ def test_g11_random_sizes_and_limits_train_or_say_why_not_and_never_wait_silentl
         try:
             await (train_ahead if ahead else train_in_turns)(buffer, tasks, batch, 4)
         except InvalidConfig:
-            assert ahead or not await buffer.storage.holdings()
+            assert ahead or not (await buffer.storage.summary(holdings=True)).holdings
         else:
             trained = sum(line["trained"] for line in (await buffer.ledger()).values())
             assert trained == 4 * batch

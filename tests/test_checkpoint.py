@@ -24,10 +24,11 @@ from forebay import (
     Storage,
     checkpoint_exists,
 )
-from forebay.checkpoint import open_checkpoint
-from forebay.files import FileOps
-from forebay.saving import save_storage
-from forebay.storage.pandas import PandasStorage
+from forebay.buffer.checkpoints import save_storage
+from forebay.buffer.internal import internals
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.format import open_checkpoint
+from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from tests.support import closed_ledger, draw
@@ -43,7 +44,7 @@ STORAGES: dict[str, MakeStorage] = {
 async def busy(storage: Storage) -> ReplayBuffer:
     """A buffer with something at every place: group ids 0, 1 drawn (1 came back), 10 to 15 by hand."""
     buffer = ReplayBuffer(StalenessReplayPolicy(), storage)
-    buffer.set_limits("math", stale_threshold=7)
+    await buffer.set_limits("math", stale_threshold=7)
     drawn = await draw(buffer, 2)
     for state in drawn[1]:
         state.status, state.response_ids = Status.COMPLETED, np.arange(4)
@@ -73,13 +74,13 @@ async def test_g04_a_checkpoint_restores_into_any_storage_under_any_policy(
         0: "aborted", 1: "completed", 11: "completed", 12: "completed", 13: "completed", 14: "aborted",
     }  # fmt: skip
     assert (dict(records[1].tags), records[1].priority, records[1].oldest_step) == ({"level": "hard"}, 0.5, 3)
-    assert (await other.position("math"))[0] == 2
+    assert (await internals(other).position("math"))[0] == 2
     groups = await other.get(9, "math", Status.COMPLETED)
     assert [group[0].group_id for group in groups] == [1, 11, 12, 13]
     assert isinstance(groups[0][0].response_ids, np.ndarray)
     assert isinstance(groups[1][0].response_ids, list)
-    assert [group[0].group_id for group in await other.redraw(9, "math")] == [0, 14]
-    await lease.ack()  # the one that was saved goes on undisturbed
+    assert [group[0].group_id for group in await internals(other).redraw(9, "math")] == [0, 14]
+    await lease.ack()  # the buffer that was saved continues undisturbed
     await buffer.close()
     await other.close()
 
@@ -113,7 +114,7 @@ async def test_a_checkpoint_exists_once_it_was_saved(tmp_path: Path) -> None:
 
 async def test_limits_and_the_staleness_bound_survive(tmp_path: Path) -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", stale_threshold=2)
+    await buffer.set_limits("math", stale_threshold=2)
     await buffer.put(make_group(), "math", model_step=0)
     await buffer.save(tmp_path / "checkpoint", model_step=0)
     other = ReplayBuffer()
@@ -149,9 +150,9 @@ async def test_a_durable_store_is_rewound_to_the_weights(tmp_path: Path) -> None
     await again.close()
 
 
-async def test_what_is_too_old_by_now_is_reset_when_it_comes_back(tmp_path: Path) -> None:
+async def test_a_rewound_group_that_is_too_old_by_now_is_reset(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db"))
-    buffer.set_limits("math", stale_threshold=2)
+    await buffer.set_limits("math", stale_threshold=2)
     await buffer.put_many([make_group(group_id=1), make_group(group_id=2)], "math", model_step=0)
     await buffer.save(tmp_path / "checkpoint", model_step=1)
     for _ in range(2):
@@ -159,7 +160,7 @@ async def test_what_is_too_old_by_now_is_reset_when_it_comes_back(tmp_path: Path
             pass
     await buffer.resume(tmp_path / "checkpoint")
     assert len(await buffer.get(1, "math", Status.COMPLETED)) == 1, "fresh for the step that is next"
-    buffer.set_limits("math", stale_threshold=1)
+    await buffer.set_limits("math", stale_threshold=1)
     assert await buffer.get(1, "math", Status.COMPLETED) == []
     assert await buffer.count("math", Status.EXPIRED) == 1
     await buffer.close()
@@ -195,7 +196,7 @@ async def test_g04_a_group_that_is_acknowledged_while_the_first_checkpoint_is_wr
 
 
 @pytest.mark.parametrize("kind", list(STORAGES))
-async def test_a_checkpoint_is_of_one_moment_while_everything_goes_on(kind: str, tmp_path: Path) -> None:
+async def test_a_checkpoint_describes_one_moment_while_everything_continues(kind: str, tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=STORAGES[kind](tmp_path))
     await buffer.put_many([make_group(1, group_id=number, tokens=1) for number in range(150)], "math")
     done = False

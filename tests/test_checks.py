@@ -1,4 +1,4 @@
-"""What is refused as a group or as a whole number, and what the error says about it."""
+"""Which groups and integers are refused, and what the error says about them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.checks import check_group, whole_number
+from forebay.core.rollout import COLUMNS, RolloutState, Status
+from forebay.core.validate import check_group, checked_integer
 from forebay.errors import InvalidGroup, InvalidInput
-from forebay.rollout import RolloutState, Status
 
 
 class Tensor:
-    """Looks like a tensor of another library: it has a length and a shape, but is no numpy array."""
+    """Like a tensor of another library: it has a length and a shape, but is not a numpy array."""
 
     shape = (2,)
 
@@ -27,7 +27,7 @@ def sample(**fields: Any) -> RolloutState:
 
 
 def refused(group: Any, message: str) -> None:
-    """The group is refused, with a message that has this text in it."""
+    """The group is refused, with a message that contains this one."""
     with pytest.raises(InvalidGroup, match=re.escape(message)) as caught:
         check_group(group, "math")
     assert isinstance(caught.value, ValueError)
@@ -64,23 +64,23 @@ def test_a_group_of_which_only_some_have_a_group_id_is_refused() -> None:
 
 def test_a_member_of_another_task_is_refused() -> None:
     group = [sample(task_name="math"), sample(task_name="code", rollout_id=8)]
-    refused(group, "rollout 8 of group 3 belongs to task 'code', but is put for task 'math'")
+    refused(group, "rollout 8 of group 3 belongs to task 'code', but was put for task 'math'")
 
 
-def test_members_of_two_hand_outs_are_refused() -> None:
-    refused([sample(attempt=1), sample(attempt=2, rollout_id=8)], "group 3 come from hand-outs 1 and 2")
+def test_members_of_two_attempts_are_refused() -> None:
+    refused([sample(attempt=1), sample(attempt=2, rollout_id=8)], "group 3 come from attempts 1 and 2")
 
 
-def test_a_rollout_that_stands_twice_is_refused() -> None:
-    refused([sample(), sample(rollout_id=8), sample()], "rollout_id 7 (segment 0) stands twice")
+def test_a_rollout_that_appears_twice_is_refused() -> None:
+    refused([sample(), sample(rollout_id=8), sample()], "rollout_id 7 (segment 0) appears twice")
 
 
-def test_a_segment_that_stands_twice_is_refused() -> None:
+def test_a_segment_that_appears_twice_is_refused() -> None:
     group = [sample(segment=0), sample(segment=1), sample(segment=1)]
-    refused(group, "rollout_id 7 (segment 1) stands twice")
+    refused(group, "rollout_id 7 (segment 1) appears twice")
 
 
-def test_segments_of_one_rollout_are_fine() -> None:
+def test_segments_of_one_rollout_are_accepted() -> None:
     group = [sample(segment=0), sample(segment=1), sample(rollout_id=8)]
     assert check_group(group, "math") == (3, None)
 
@@ -90,14 +90,14 @@ def test_a_group_of_which_only_some_have_a_rollout_id_is_refused() -> None:
 
 
 @pytest.mark.parametrize("group_id", ["3", 3.0, True])
-def test_a_group_id_must_be_a_whole_number(group_id: object) -> None:
-    refused([sample(group_id=group_id)], f"group_id is {group_id!r}; expected a whole number")
+def test_a_group_id_must_be_an_integer(group_id: object) -> None:
+    refused([sample(group_id=group_id)], f"group_id is {group_id!r}; expected an integer")
 
 
 # --- state --------------------------------------------------------------------------------------------
 
 
-def test_a_status_given_as_text_becomes_a_status() -> None:
+def test_a_status_given_as_a_string_becomes_a_status() -> None:
     state = sample(status="completed")
     check_group([state], "math")
     assert state.status is Status.COMPLETED
@@ -112,23 +112,21 @@ def test_an_unknown_status_is_refused(status: object) -> None:
 def test_counts_below_0_are_refused(field: str) -> None:
     refused(
         [sample(), sample(rollout_id=8, **{field: -1})],
-        f"{field} of rollout 8 of group 3 is -1; expected a whole number from 0",
+        f"{field} of rollout 8 of group 3 is -1; expected an integer of at least 0",
     )
     check_group([sample(**{field: 0})], "math")
 
 
 @pytest.mark.parametrize("field", ["num_tries", "segment", "seq_staleness"])
 @pytest.mark.parametrize("value", ["1", None])
-def test_counts_that_are_no_numbers_are_refused(field: str, value: object) -> None:
+def test_counts_that_are_not_integers_are_refused(field: str, value: object) -> None:
     refused([sample(**{field: value})], field)
 
 
 # --- columns ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "column", ["prompt_ids", "tokens", "response_ids", "logprobs", "response_mask", "input_ids", "labels"]
-)
+@pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize(
     ("content", "described"),
     [
@@ -145,7 +143,7 @@ def test_a_column_is_a_list_or_a_flat_array(column: str, content: object, descri
 
 
 @pytest.mark.parametrize("as_column", [list, np.array])
-def test_columns_of_equal_lengths_are_fine(as_column: Any) -> None:
+def test_columns_of_equal_lengths_are_accepted(as_column: Any) -> None:
     state = sample(
         prompt_ids=as_column([1]),
         tokens=as_column([1, 2, 3]),
@@ -159,8 +157,8 @@ def test_columns_of_equal_lengths_are_fine(as_column: Any) -> None:
 
 @pytest.mark.parametrize("column", ["logprobs", "response_mask"])
 @pytest.mark.parametrize("entries", [0, 1, 3])
-def test_columns_beside_the_response_must_be_as_long_as_it(column: str, entries: int) -> None:
-    expected = f"rollout 7 of group 3 has {entries} entries in {column} for 2 response_ids"
+def test_columns_beside_the_response_must_have_its_length(column: str, entries: int) -> None:
+    expected = f"{column} of rollout 7 of group 3 has {entries} items but response_ids has 2; the lengths must match"
     refused([sample(response_ids=[1, 2], **{column: [1] * entries})], expected)
     refused([sample(response_ids=np.arange(2), **{column: np.ones(entries)})], expected)
 
@@ -169,7 +167,7 @@ def test_columns_beside_the_response_must_be_as_long_as_it(column: str, entries:
     ("column", "content"), [("logprobs", [0.0]), ("response_mask", [1]), ("version_spans", ((1, 1),))]
 )
 def test_columns_without_a_response_are_refused(column: str, content: object) -> None:
-    refused([sample(**{column: content})], f"1 entries in {column}, but no response_ids")
+    refused([sample(**{column: content})], f"{column} of rollout 7 of group 3 has 1 items, but it has no response_ids")
 
 
 def test_logprobs_of_an_agent_trace_may_cover_the_whole_trace() -> None:
@@ -177,20 +175,23 @@ def test_logprobs_of_an_agent_trace_may_cover_the_whole_trace() -> None:
     assert check_group([state], "math") == (3, None)
 
 
-def test_labels_must_be_as_many_as_input_ids() -> None:
-    refused([sample(input_ids=[1, 2, 3], labels=[1, 2])], "rollout 7 of group 3: 2 labels for 3 input_ids")
+def test_labels_and_input_ids_must_have_the_same_length() -> None:
+    refused(
+        [sample(input_ids=[1, 2, 3], labels=[1, 2])],
+        "labels of rollout 7 of group 3 has 2 items but input_ids has 3; the lengths must match",
+    )
 
 
 # --- versions -----------------------------------------------------------------------------------------
 
 
-def test_fewer_versions_than_tokens_are_fine_until_they_are_stamped() -> None:
+def test_fewer_versions_than_tokens_are_accepted() -> None:
     assert check_group([sample(response_ids=[1, 2, 3], version_spans=((4, 1),))], "math") == (3, None)
 
 
 def test_more_versions_than_tokens_are_refused() -> None:
     state = sample(response_ids=[1, 2], version_spans=((1, 2), (4, 1)))
-    refused([state], "rollout 7 of group 3 has versions for 3 tokens, but only 2 tokens")
+    refused([state], "version_spans of rollout 7 of group 3 covers 3 tokens, but it has only 2")
 
 
 @pytest.mark.parametrize("span", [(-1, 1), (1, 0), (1, -2), (1.5, 1), ("1", 1), (1, True)])
@@ -201,31 +202,31 @@ def test_a_span_is_a_step_from_0_and_a_number_of_tokens_from_1(span: tuple[objec
 
 
 @pytest.mark.parametrize("spans", [(3,), ((3,),), ((3, 1, 1),)])
-def test_versions_that_are_no_spans_are_refused(spans: object) -> None:
+def test_versions_that_are_not_spans_are_refused(spans: object) -> None:
     refused([sample(response_ids=[1, 2], version_spans=spans)], "version_spans of rollout 7 of group 3")
 
 
-# --- whole numbers ------------------------------------------------------------------------------------
+# --- integers -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [5, np.int64(5), np.uint8(5), np.int32(5)])
-def test_whole_numbers_of_any_kind_become_ints(value: object) -> None:
-    number = whole_number("groups", value)
+def test_integers_of_any_kind_become_ints(value: object) -> None:
+    number = checked_integer("groups", value)
     assert number == 5
     assert type(number) is int
 
 
 @pytest.mark.parametrize("value", [True, np.True_, 5.0, np.float64(5), "5", None, [5], np.array([5])])
-def test_what_is_no_whole_number_is_refused(value: object) -> None:
-    with pytest.raises(InvalidInput, match=re.escape(f"groups is {value!r}; expected a whole number")):
-        whole_number("groups", value)
+def test_values_that_are_not_integers_are_refused(value: object) -> None:
+    with pytest.raises(InvalidInput, match=re.escape(f"groups is {value!r}; expected an integer")):
+        checked_integer("groups", value)
 
 
-def test_a_whole_number_may_have_a_least_value() -> None:
-    assert whole_number("groups", 1, least=1) == 1
-    assert whole_number("groups", -1) == -1
-    with pytest.raises(InvalidInput, match="groups is 0; expected at least 1"):
-        whole_number("groups", 0, least=1)
+def test_an_integer_may_have_a_least_value() -> None:
+    assert checked_integer("groups", 1, least=1) == 1
+    assert checked_integer("groups", -1) == -1
+    with pytest.raises(InvalidInput, match="groups is 0; expected an integer of at least 1"):
+        checked_integer("groups", 0, least=1)
 
 
 @pytest.mark.parametrize("name", ["group_id", "rollout_id", "attempt"])
@@ -234,5 +235,5 @@ def test_ids_fit_into_64_bits(name: str) -> None:
 
 
 @pytest.mark.parametrize("group", [{"a": 1}, "text", None, 3])
-def test_what_is_no_list_is_no_group(group: object) -> None:
+def test_a_group_must_be_a_list_or_a_tuple(group: object) -> None:
     refused(group, f"got a {type(group).__name__}")

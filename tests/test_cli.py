@@ -1,4 +1,4 @@
-"""The command `forebay`: checkpoints and stores as a shell sees them, good, damaged, locked and mended."""
+"""The command `forebay`: checkpoints and stores as a shell sees them: intact, damaged, locked and repaired."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-import forebay.doctor
+import forebay
 from forebay import FIFOReplayPolicy, MemoryStorage, ReplayBuffer, Status
-from forebay.checkpoint import CheckpointWriter, open_checkpoint
+from forebay.checkpoint.format import CheckpointWriter, open_checkpoint
 from forebay.cli import main
-from forebay.codec import decode_account, encode_account, encode_group
-from forebay.doctor import Finding, Level, examine_installation, examine_store
+from forebay.cli.doctor import examine_machine
+from forebay.codec.frame import encode_group
+from forebay.codec.records import decode_account, encode_account
+from forebay.core.report import Level
 from forebay.storage.sqlite import SQLiteStorage, schema
+from forebay.storage.sqlite.doctor import examine_library, examine_store
 from forebay.testing import make_group
 from tests.processes import finished
 from tests.support import closed_ledger
@@ -42,7 +45,7 @@ def shell(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 async def fill(buffer: ReplayBuffer, directory: Path | None = None) -> None:
     """Six groups of `math`, one of them trained, and one of `code`."""
-    buffer.set_limits("math", stale_threshold=7)
+    await buffer.set_limits("math", stale_threshold=7)
     for number in range(6):
         group = make_group(group_id=number, score=0.5)
         for state in group:
@@ -83,7 +86,7 @@ def look(store: Path, *options: str) -> tuple[int, dict[str, dict[str, Any]], li
     return result.exit_code, {finding["name"]: finding for finding in told["findings"]}, told["fixed"]
 
 
-def mended(store: Path) -> str:
+def repaired(store: Path) -> str:
     """Fix it; the first thing that was done. Nothing is wrong afterwards."""
     code, findings, fixed = look(store, "--fix")
     assert (code, wrong(findings)) == (0, {})
@@ -98,9 +101,9 @@ async def reopened_ledger(store: Path) -> tuple[dict[str, int], dict[str, int]]:
     """Of `math`, and its reasons, after every group that is left was read."""
     async with ReplayBuffer(FIFOReplayPolicy(), SQLiteStorage(store)) as buffer:
         before = await closed_ledger(buffer)
-        reasons = dict((await buffer.storage.accounts())["math"].reasons)
+        reasons = dict((await buffer.storage.summary()).task("math").account.reasons)
         assert len(await buffer.get(99, "math", Status.COMPLETED)) == before["buffered"]
-        assert (await closed_ledger(buffer)).get("failed") == before.get("failed"), "reading met what was not mended"
+        assert (await closed_ledger(buffer)).get("failed") == before.get("failed"), "a fault was left"
     return before, reasons
 
 
@@ -169,7 +172,7 @@ def test_verify_calls_a_good_checkpoint_whole(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("position", [0, 30, 500, -1])
-def test_verify_names_what_is_damaged(saved: Path, position: int) -> None:
+def test_verify_names_the_damage(saved: Path, position: int) -> None:
     flip(next(saved.glob("*.fbr")), position)
     result = run("checkpoint", "verify", saved, "--json")
     told = json.loads(result.stdout)
@@ -178,28 +181,32 @@ def test_verify_names_what_is_damaged(saved: Path, position: int) -> None:
     assert result.stderr.startswith(f"forebay: {saved} is damaged: ")
 
 
-def rewrite(saved: Path, issued: int = 0, cut: int | None = None) -> None:
-    """The checkpoint once more, wrong behind valid checksums: groups that were never issued, frames that are cut."""
+def rewrite(saved: Path, issued: int = 0, issued_tokens: int = 0, cut: int | None = None) -> None:
+    """Write the checkpoint again, wrong behind valid checksums: a ledger that does not close, frames that are cut."""
     with open_checkpoint(saved) as old, CheckpointWriter(saved) as writer:
-        for record, frame in old.entries():
-            writer.write(record, frame[:cut])
+        writer.write((record, frame[:cut]) for record, frame in old.entries())
         account = decode_account(old.manifest.accounts["math"])
         account.issued += issued
+        account.issued_tokens += issued_tokens
         old.manifest.accounts["math"] = encode_account(account)
         writer.publish(old.manifest)
 
 
-def test_verify_finds_what_is_wrong_behind_good_checksums(saved: Path) -> None:
-    rewrite(saved, issued=1)
-    result = run("checkpoint", "verify", saved)
-    assert "the ledger of task 'math' does not close: 7 groups were issued, 6 are accounted for" in result.stderr
-    rewrite(saved, cut=-1)
-    assert "group 1 of task 'math'" in run("checkpoint", "verify", saved).stderr
-    assert (result.exit_code, run("checkpoint", "verify", saved).exit_code) == (3, 3)
+def test_verify_finds_faults_behind_valid_checksums(saved: Path) -> None:
+    faults: list[tuple[dict[str, int], str]] = [
+        ({"issued": 1}, "the ledger does not close: task 'math' issued 7 groups, but 6 are accounted for"),
+        ({"issued": -1, "issued_tokens": 5}, "task 'math' issued 41 tokens, but 36 are accounted for"),
+        ({"issued_tokens": -5, "cut": -1}, "group 1 of task 'math'"),
+    ]
+    for changes, problem in faults:
+        rewrite(saved, **changes)
+        result = run("checkpoint", "verify", saved)
+        assert result.exit_code == 3
+        assert problem in result.stderr
 
 
 @pytest.mark.parametrize("command", ["verify", "info"])
-def test_what_is_no_checkpoint_is_refused(command: str, tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_refused(command: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("hello")
     for path in (tmp_path / "missing", tmp_path, tmp_path / "file"):
         result = run("checkpoint", command, path)
@@ -207,10 +214,10 @@ def test_what_is_no_checkpoint_is_refused(command: str, tmp_path: Path) -> None:
         assert "checkpoint" in result.stderr
 
 
-def test_info_tells_what_a_checkpoint_is_of(saved: Path) -> None:
+def test_info_shows_the_contents_of_a_checkpoint(saved: Path) -> None:
     lines = run("checkpoint", "info", saved).stdout.splitlines()
-    assert "model step  12" in lines
-    assert "store       none (it was saved from memory)" in lines
+    assert "model step    12" in lines
+    assert "store         none (it was saved from memory)" in lines
     rows = [line.split() for line in lines]
     assert ["task", "issued", "buffered", "trained", "filtered", "failed", "discarded", "cursor"] in rows
     assert ["math", "6", "5", "1", "0", "0", "0", "0"] in rows
@@ -233,7 +240,7 @@ def test_info_does_not_read_the_groups_unless_asked(saved: Path) -> None:
 # --- the installation ---------------------------------------------------------------------------------
 
 
-def test_doctor_tells_of_the_installation() -> None:
+def test_doctor_checks_this_machine() -> None:
     result = run("doctor")
     assert result.exit_code == 0
     assert "Python 3." in result.stdout
@@ -244,18 +251,18 @@ def test_doctor_tells_of_the_installation() -> None:
 
 
 def test_a_sqlite_with_the_fault_is_a_warning_and_one_too_old_an_error() -> None:
-    faulty = forebay.doctor._sqlite("3.40.1")
+    faulty = examine_library("3.40.1")
     assert faulty.level is Level.WARNING
     assert "one connection write and checkpoint" in faulty.message
-    assert forebay.doctor._sqlite("3.51.3").level is Level.OK
-    assert forebay.doctor._sqlite("3.37.2").level is Level.ERROR
+    assert examine_library("3.51.3").level is Level.OK
+    assert examine_library("3.37.2").level is Level.ERROR
 
 
 def test_a_network_file_system_is_a_warning_here_and_an_error_for_a_store(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.storage.sqlite.place.file_system_of", lambda path: "nfs4")
-    here: Finding = examine_installation(store.parent)[-1]
+    monkeypatch.setattr("forebay.storage.sqlite.lock.file_system_of", lambda path: "nfs4")
+    *_, here = examine_machine(store.parent)
     assert (here.name, here.level) == ("file system", Level.WARNING)
     assert examine_store(store)[0].level is Level.ERROR
 
@@ -275,7 +282,7 @@ def test_a_payload_without_a_row_is_deleted(store: Path) -> None:
     alter(store, "INSERT INTO payloads SELECT 999, frame, summary FROM payloads LIMIT 1")
     code, findings, _ = look(store)
     assert (code, wrong(findings)) == (0, {"payloads without row": "warning"})
-    assert mended(store) == "deleted 1 payloads without a row"
+    assert repaired(store) == "deleted 1 payloads without a row"
     assert asyncio.run(reopened_ledger(store)) == ({"issued": 6, "buffered": 5, "trained": 1}, {})
 
 
@@ -300,7 +307,7 @@ def test_a_group_without_its_payload_ends_as_failed(store: Path, loss: str) -> N
     alter(store, statement)
     code, findings, _ = look(store)
     assert (code, wrong(findings)) == (1, {name: "error"})
-    assert mended(store) == f"ended group 3 of task 'math' as failed: {REASON}"
+    assert repaired(store) == f"ended group 3 of task 'math' as failed: {REASON}"
     expected = {"issued": 6, "buffered": 4, "trained": 1, "failed": 1}
     assert asyncio.run(reopened_ledger(store)) == (expected, {REASON: 1})
 
@@ -315,7 +322,7 @@ def test_an_archived_group_without_its_payload_stays_trained(store: Path) -> Non
     asyncio.run(archive())
     alter(store, "DELETE FROM payloads WHERE uid = (SELECT uid FROM group_rows WHERE place = 'archived')")
     assert look(store)[0] == 1
-    assert mended(store).startswith("removed group 1 of task 'math' from the archive")
+    assert repaired(store).startswith("removed group 1 of task 'math' from the archive")
     assert asyncio.run(reopened_ledger(store)) == ({"issued": 6, "buffered": 4, "trained": 2}, {})
 
 
@@ -329,7 +336,7 @@ def test_a_payload_that_only_a_newer_forebay_reads_is_left_alone(store: Path) ->
     assert not any("group" in action for action in fixed)
 
 
-def test_an_account_that_does_not_add_up_is_reported_and_not_guessed_at(store: Path) -> None:
+def test_an_account_that_does_not_add_up_is_reported_and_not_repaired(store: Path) -> None:
     account = decode_account(alter(store, "SELECT data FROM accounts WHERE task_name = 'math'")[0][0])
     account.issued += 2
     alter(store, "UPDATE accounts SET data = ? WHERE task_name = 'math'", values=(encode_account(account),))
@@ -349,11 +356,11 @@ def test_an_interrupted_restore_is_emptied(store: Path) -> None:
     alter(store, "INSERT INTO meta VALUES ('restoring', 1)", "DELETE FROM accounts")
     code, findings, _ = look(store)
     assert (code, wrong(findings)) == (0, {"restore": "warning"})
-    assert mended(store).startswith("emptied the store")
+    assert repaired(store).startswith("emptied the store")
     assert look(store)[1]["rows"]["message"] == "0 groups"
 
 
-async def test_a_store_in_use_can_be_examined_but_not_mended(store: Path) -> None:
+async def test_a_store_in_use_can_be_examined_but_not_repaired(store: Path) -> None:
     async with ReplayBuffer(FIFOReplayPolicy(), SQLiteStorage(store)) as buffer:
         await buffer.put(make_group(), "math")
         code, findings, _ = look(store)
@@ -366,7 +373,7 @@ async def test_a_store_in_use_can_be_examined_but_not_mended(store: Path) -> Non
     assert look(store)[1]["lock"]["message"] == "no process has it open for writing"
 
 
-def test_what_is_no_store_is_refused_and_not_touched(tmp_path: Path) -> None:
+def test_a_path_without_a_store_is_refused_and_not_changed(tmp_path: Path) -> None:
     assert "there is no store at" in run("doctor", tmp_path / "missing").stderr
     assert "is a directory" in run("doctor", tmp_path).stderr
     (tmp_path / "text").write_text("hello " * 1000)
@@ -380,14 +387,14 @@ def test_what_is_no_store_is_refused_and_not_touched(tmp_path: Path) -> None:
         assert not (tmp_path / f"{name}.lock").exists()
 
 
-def test_a_newer_or_half_made_store_is_refused(store: Path) -> None:
+def test_a_newer_or_incomplete_store_is_refused(store: Path) -> None:
     alter(store, f"PRAGMA user_version = {schema.SCHEMA_VERSION + 1}")
-    assert "use a newer Forebay" in str(look(store, "--fix")[1]["schema"])
+    assert "or a newer one" in str(look(store, "--fix")[1]["schema"])
     alter(store, f"PRAGMA user_version = {schema.SCHEMA_VERSION}", "DELETE FROM meta WHERE key = 'store_id'")
-    assert "its identity" in look(store, "--fix")[1]["schema"]["message"]
+    assert "lost its store_id" in look(store, "--fix")[1]["schema"]["message"]
 
 
-def test_what_sqlite_finds_damaged_is_reported_and_left(store: Path) -> None:
+def test_damage_that_sqlite_reports_is_not_repaired(store: Path) -> None:
     data = bytearray(store.read_bytes())
     data[16384 * 3 : 16384 * 4] = bytes(16384)
     store.write_bytes(data)

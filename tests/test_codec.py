@@ -1,9 +1,11 @@
-"""Groups, records and accounts as bytes: exact both ways, and DamagedData for whatever was tampered with (G9)."""
+"""Groups, records, accounts and values as bytes: exact both ways, and DamagedData for altered bytes (G9)."""
 
 from __future__ import annotations
 
+import gc
 import random
 import struct
+import weakref
 from decimal import Decimal
 from typing import Any
 from uuid import UUID
@@ -18,13 +20,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from msgspec.msgpack import Ext
 
-from forebay.codec import decode_account, decode_group, decode_record, encode_account, encode_group, encode_record
+from forebay.codec.frame import decode_group, encode_group
+from forebay.codec.records import decode_account, decode_record, encode_account, encode_record
+from forebay.codec.values import decode_value, encode_value
+from forebay.core.ledger import Account, End, Place, Record
+from forebay.core.references import Resolved
+from forebay.core.rollout import RolloutState, SampleParams, Status
+from forebay.core.staleness import Limits
 from forebay.errors import DamagedData, InvalidInput, UnreadableData, UnsupportedPayload
-from forebay.ledger import Account, End, Place, Watermark
-from forebay.record import Record
-from forebay.references import Resolved
-from forebay.rollout import RolloutState, SampleParams, Status
-from forebay.staleness import Limits
 
 DTYPES = ["bool", "u1", "i1", "<u2", "<i2", "<u4", "<i4", "<u8", "<i8", "<f2", "<f4", "<f8", ">u2", ">i4", ">i8", ">f8"]
 START = struct.Struct("<4sB3xIQ")
@@ -52,15 +55,15 @@ def same(one: Any, other: Any) -> bool:
 
 
 def frame_of(head: bytes, body: bytes = b"", version: int = 1) -> bytes:
-    """A frame whose header and checksum are right, whatever it holds."""
+    """A frame with a correct header and checksum."""
     padding = bytes(-(HEADER.size + len(head)) % 16)
     body = padding + body
     return packed(bytes(head), body, version)
 
 
-def packed(head: bytes, body: bytes, version: int = 1) -> bytes:
-    """A frame with a correct checksum, whatever is in it."""
-    start = START.pack(b"FBG1", version, len(head), len(body))
+def packed(head: bytes, body: bytes, version: int = 1, magic: bytes = b"FBG1") -> bytes:
+    """A frame with a correct checksum."""
+    start = START.pack(magic, version, len(head), len(body))
     return start + crc32(start + head + body).to_bytes(4, "little") + head + body
 
 
@@ -223,6 +226,24 @@ def test_writing_does_not_change_the_group() -> None:
     assert all(map(same, group, copies))
 
 
+def test_writing_and_reading_leave_nothing_for_the_cycle_collector() -> None:
+    """A cycle would keep the arrays and the frame in memory until the collector runs."""
+    gc.disable()
+    try:
+        array = np.arange(9)
+        frame = encode_group([RolloutState(message=[], response_ids=array, extra_fields={"t": (1, (2,))})])
+        written = weakref.ref(array)
+        del array
+        (state,) = decode_group(frame)
+        assert isinstance(state.response_ids, np.ndarray)
+        read = weakref.ref(state.response_ids)
+        del state
+        assert written() is None
+        assert read() is None
+    finally:
+        gc.enable()
+
+
 # --- what is not plain data ---------------------------------------------------------------------------
 
 
@@ -247,7 +268,7 @@ UNSUPPORTED: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", UNSUPPORTED)
 @pytest.mark.parametrize("inside", [lambda x: x, lambda x: [0, x], lambda x: (0, x), lambda x: {"key": [x]}])
-def test_what_is_not_plain_data_is_refused_with_its_path(what: str, inside: Any) -> None:
+def test_values_that_are_not_plain_data_are_refused_with_their_path(what: str, inside: Any) -> None:
     good = RolloutState(rollout_id=0, message=[])
     for name in ("extra_fields", "routed_experts", "message"):
         content = inside(UNSUPPORTED[what])
@@ -279,7 +300,7 @@ WRONG_FIELDS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", WRONG_FIELDS)
-def test_what_could_not_be_read_again_is_not_written(name: str) -> None:
+def test_fields_that_a_reader_would_refuse_are_not_written(name: str) -> None:
     """Written but unreadable would be lost, after it was acknowledged."""
     state = RolloutState(message=[], response_ids=[1, 2])
     setattr(state, name, WRONG_FIELDS[name])
@@ -335,7 +356,7 @@ def test_g09_every_flipped_bit_of_a_frame_is_refused(example: str) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_g09_altered_heads_with_a_right_checksum_are_read_or_refused(example: str) -> None:
-    """Every byte of the head replaced by random others: no other exception, whatever they happen to mean."""
+    """Every byte of the head replaced by random others: no other exception."""
     frame = EXAMPLES[example]()
     _, version, head_bytes, _, _ = HEADER.unpack_from(frame)
     head, body = bytearray(frame[HEADER.size : HEADER.size + head_bytes]), frame[HEADER.size + head_bytes :]
@@ -433,9 +454,9 @@ HOSTILE: dict[str, bytes] = {
     "no message": frame_of(msgspec.msgpack.encode([[0], [{}]])),
     "a rest": frame_of(msgspec.msgpack.encode([[0], [{"message": []}]]) + b"\0"),
     "empty": frame_of(b""),
-    "message is a text": crafted({"message": "x"}),
+    "message is a string": crafted({"message": "x"}),
     "status unknown": crafted({"status": "weird"}),
-    "group_id is a text": crafted({"group_id": "1"}),
+    "group_id is a string": crafted({"group_id": "1"}),
     "group_id of 64 bits unsigned": crafted({"group_id": 2**64 - 1}),
     "tries are negative": crafted({"num_tries": -1}),
     "segment is a float": crafted({"segment": 0.5}),
@@ -445,7 +466,7 @@ HOSTILE: dict[str, bytes] = {
     "runs longer than the response": crafted({"response_ids": [1], "version_spans": [[1, 2**62]]}),
     "columns of unequal length": crafted({"response_ids": [1], "logprobs": [0.1, 0.2]}),
     "a column that is a number": crafted({"response_ids": 5}),
-    "a column that is a text": crafted({"response_ids": "abc"}),
+    "a column that is a string": crafted({"response_ids": "abc"}),
     "rollouts twice": frame_of(msgspec.msgpack.encode([[0, 0], [{"message": [], "rollout_id": 1}] * 2])),
     "a value in version 1": crafted({X: {"a": reference_ext(0)}}),
     "a reference beside version 1": crafted({X: {"a": reference_ext(0, 4)}}),
@@ -499,7 +520,7 @@ def test_the_helper_of_these_tests_makes_frames_that_are_read() -> None:
 
 
 @pytest.mark.parametrize("depth", [63, 64, 65, 66])
-def test_what_can_be_written_can_be_read_at_the_limit_of_nesting(depth: int) -> None:
+def test_values_at_the_limit_of_nesting_can_be_read_if_they_can_be_written(depth: int) -> None:
     for kind in (list, tuple, dict):
         try:
             frame = encode_group([RolloutState(message=[], routed_experts=_nested(depth, kind))])
@@ -525,8 +546,55 @@ def test_frames_of_other_versions_are_refused_by_name(version: int) -> None:
 
 @pytest.mark.parametrize(("head", "body"), [(2**32 - 1, 0), (0, 2**64 - 1), (0, 4 * 2**30)])
 def test_huge_sizes_in_a_header_are_refused(head: int, body: int) -> None:
-    with pytest.raises(DamagedData, match="says that it has"):
+    with pytest.raises(DamagedData, match="the header of a group frame says"):
         decode_group(HEADER.pack(b"FBG1", 1, head, body, 0) + bytes(100))
+
+
+# --- plain values -------------------------------------------------------------------------------------
+
+
+@given(values)
+@settings(max_examples=200, deadline=None)
+def test_plain_values_come_out_as_they_went_in(value: Any) -> None:
+    assert same(decode_value(encode_value(value)), value)
+
+
+@pytest.mark.parametrize("what", UNSUPPORTED)
+def test_a_value_that_is_not_plain_data_is_refused(what: str) -> None:
+    with pytest.raises(UnsupportedPayload, match=r"^\$"):
+        encode_value([0, UNSUPPORTED[what]])
+
+
+def test_the_arrays_of_a_decoded_value_are_read_only_views_of_its_frame() -> None:
+    frame = encode_value({"order": np.arange(100)})
+    order = decode_value(frame)["order"]
+    assert np.shares_memory(order, np.frombuffer(frame, np.uint8))
+    assert not order.flags.writeable
+
+
+def test_g09_damaged_values_are_refused() -> None:
+    frame = encode_value({"t": (1, ("a",)), "a": np.arange(6, dtype=np.float32), "n": [None, 2**63]})
+    hostile = [frame[:size] for size in range(len(frame))]
+    hostile += [frame + b"\0", PICKLE, _example(), HOSTILE["array beyond"], HOSTILE["deep tuples"]]
+    for bit in range(8 * len(frame)):
+        changed = bytearray(frame)
+        changed[bit // 8] ^= 1 << bit % 8
+        hostile.append(bytes(changed))
+    for content in hostile:
+        with pytest.raises(DamagedData):
+            decode_value(content)
+
+
+@pytest.mark.parametrize("head", [Ext(3, bytes(4)), Ext(4, bytes(4)), Ext(9, PICKLE), Ext(2, b"\x80"), Ext(1, b"")])
+def test_g09_values_with_hostile_extensions_are_refused(head: Ext) -> None:
+    content = msgspec.msgpack.encode([head])
+    with pytest.raises(DamagedData, match="cannot be read"):
+        decode_value(packed(content, bytes(-(HEADER.size + len(content)) % 16), magic=b"FBV1"))
+
+
+def test_values_of_other_versions_are_refused_by_name() -> None:
+    with pytest.raises(UnreadableData, match="a value frame of version 2; this Forebay reads version 1"):
+        decode_value(packed(b"\xc0", bytes(7), 2, magic=b"FBV1"))
 
 
 # --- records and accounts -----------------------------------------------------------------------------
@@ -539,7 +607,7 @@ RECORD = Record(
 )  # fmt: skip
 ACCOUNT = Account(
     issued=5, cursor=3, ended={End.TRAINED: 2}, ended_tokens={End.TRAINED: 20}, reasons={"why": 1},
-    watermark=Watermark(4, Limits(stale_threshold=2)), source_state=b"\x00\xff",
+    train_step=4, model_step=2, limits=Limits(stale_threshold=2), source_state=b"\x00\xff",
 )  # fmt: skip
 
 

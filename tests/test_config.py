@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from forebay.agent_loop import FunctionAgentLoop
-from forebay.buffer import ReplayBuffer
+from forebay.buffer.buffer import ReplayBuffer
 from forebay.config import (
     AsyncReplayBufferConfig,
     ManagerConfig,
@@ -17,20 +17,21 @@ from forebay.config import (
     StrategyConfig,
     SyncReplayBufferConfig,
     TaskConfig,
-    build_storage,
 )
-from forebay.errors import InvalidConfig, InvalidInput
-from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager
-from forebay.policy import (
+from forebay.core.policy import (
     FIFOReplayPolicy,
     FreshestReplayPolicy,
     PriorityReplayPolicy,
     ReplayPolicy,
     StalenessReplayPolicy,
 )
+from forebay.core.rollout import RolloutState
+from forebay.errors import InvalidConfig, InvalidInput
+from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager
 from forebay.produce import SyncProduceStrategy
-from forebay.rollout import RolloutState
-from forebay.storage.memory import MemoryStorage
+from forebay.storage.local.memory import MemoryStorage
+from forebay.storage.urls import build_storage
+from tests.processes import finished
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_a_config_builds_a_buffer_in_memory_with_its_policy(
     assert type(buffer.storage) is MemoryStorage
 
 
-def test_every_build_gives_a_buffer_and_a_storage_of_its_own() -> None:
+def test_every_build_makes_a_new_buffer_and_a_new_storage() -> None:
     config = ReplayBufferConfig()
     one, other = config.build(), config.build()
     assert one is not other
@@ -71,13 +72,39 @@ def test_the_limits_of_a_config_reach_the_buffer() -> None:
 
 
 def test_a_config_can_name_the_storage_with_a_data_frame() -> None:
-    from forebay.storage.pandas import PandasStorage
+    from forebay.storage.local.pandas import PandasStorage
 
     assert type(ReplayBufferConfig(storage="pandas").build().storage) is PandasStorage
     assert type(build_storage("pandas")) is PandasStorage
 
 
-@pytest.mark.parametrize("storage", ["redis://host", "Memory", ""])
+def test_a_config_imports_the_package_of_its_storage_only_when_it_builds() -> None:
+    program = """
+import sys
+from forebay import InvalidConfig, ReplayBufferConfig
+configs = [ReplayBufferConfig(storage=url) for url in ("pandas", "postgresql://host/database#name", "sqlite:///a.db")]
+print({"pandas", "asyncpg", "sqlite3"} & set(sys.modules))
+sys.modules |= {"pandas": None, "asyncpg": None}
+for config in configs[:2]:
+    try:
+        config.build()
+    except InvalidConfig as error:
+        print(error)
+"""
+    lines = finished("-c", program).stdout.splitlines()
+    assert lines == [
+        "set()",
+        "storage 'pandas' needs pandas: pip install 'forebay[pandas]'",
+        "storage 'postgresql://' needs asyncpg: pip install 'forebay[postgres]'",
+    ]
+
+
+def test_a_wrong_buffer_name_in_the_url_of_a_database_is_refused() -> None:
+    with pytest.raises(InvalidConfig, match="the name of a buffer in PostgreSQL is 'Mine'; expected a lowercase"):
+        ReplayBufferConfig(storage="postgresql://host/database#Mine")
+
+
+@pytest.mark.parametrize("storage", ["redis://host", "Memory", "", "sqlite:///"])
 def test_an_unknown_storage_is_refused_when_the_config_is_made(storage: str) -> None:
     with pytest.raises(InvalidConfig, match=f"unknown storage '{storage}'; expected 'memory'"):
         ReplayBufferConfig(storage=storage)
@@ -105,13 +132,13 @@ _UNFIT: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("key", "value"), _UNFIT)
-def test_a_value_that_does_not_fit_is_refused_when_the_config_is_made(key: str, value: Any) -> None:
+def test_a_wrong_value_is_refused_when_the_config_is_made(key: str, value: Any) -> None:
     with pytest.raises(InvalidInput, match=key):
         ReplayBufferConfig(**{key: value})
 
 
 @pytest.mark.parametrize(("key", "value"), [*_UNFIT, ("policy", "lifo"), ("policy", 3), ("storage", "tape")])
-def test_a_value_that_does_not_fit_is_refused_in_a_mapping(key: str, value: Any) -> None:
+def test_a_wrong_value_is_refused_in_a_mapping(key: str, value: Any) -> None:
     with pytest.raises(InvalidConfig, match=f"SyncReplayBufferConfig: .*{key}"):
         SyncReplayBufferConfig.from_mapping({key: value})
 
@@ -124,7 +151,7 @@ def test_a_config_cannot_be_changed() -> None:
 # --- mappings and files -------------------------------------------------------------------------------
 
 
-def test_a_mapping_gives_the_config_that_it_spells() -> None:
+def test_a_mapping_becomes_a_config() -> None:
     config = ReplayBufferConfig.from_mapping({"policy": "priority", "max_groups": 8, "lease_s": 30})
     assert config == ReplayBufferConfig(policy="priority", max_groups=8, lease_s=30.0)
     assert AsyncReplayBufferConfig.from_mapping({}) == AsyncReplayBufferConfig()
@@ -138,7 +165,7 @@ def test_unknown_keys_are_refused(config: type[ReplayBufferConfig]) -> None:
         config(max_group=3)  # type: ignore[call-arg]
 
 
-def test_a_table_of_a_toml_file_gives_a_config(tmp_path: Path) -> None:
+def test_a_table_of_a_toml_file_becomes_a_config(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('title = "a run"\n[replay_buffer]\npolicy = "freshest"\nkeep_trained = 4\n[eval]\nmax_bytes = 9\n')
     assert ReplayBufferConfig.from_toml(file) == ReplayBufferConfig(policy="freshest", keep_trained=4)
@@ -155,17 +182,17 @@ def test_a_table_of_a_toml_file_gives_a_config(tmp_path: Path) -> None:
         (b'[replay_buffer]\npolicy = "\xff"\n', r"run\.toml is not TOML"),
         (b"[replay_buffer]\nmax_group = 3\n", "unknown field `max_group`"),
         (b'[replay_buffer]\nmax_groups = "3"\n', r"Expected `int \| null`, got `str` - at `\$\.max_groups`"),
-        (b"[replay_buffer]\nmax_groups = 0\n", "max_groups is 0; expected at least 1"),
+        (b"[replay_buffer]\nmax_groups = 0\n", "max_groups is 0; expected an integer of at least 1"),
     ],
 )
-def test_a_file_that_does_not_hold_a_config_says_why(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_without_a_valid_config_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "run.toml"
     file.write_bytes(content)
     with pytest.raises(InvalidConfig, match=message):
         ReplayBufferConfig.from_toml(file)
 
 
-def test_a_file_that_is_not_there_is_an_error_of_the_file_system(tmp_path: Path) -> None:
+def test_a_missing_file_raises_file_not_found_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         ReplayBufferConfig.from_toml(tmp_path / "run.toml")
 
@@ -210,7 +237,7 @@ def test_a_manager_is_built_from_a_toml_file(tmp_path: Path, mode: str) -> None:
     math, code = manager.tasks.values()
     assert (math.weight, code.weight) == (2, 1)
     assert math.strategy.stale_threshold == 4
-    assert math.strategy.timeouts.member_timeout_s == 60
+    assert math.strategy.settings.timeouts.member_timeout_s == 60
     assert isinstance(code.strategy, SyncProduceStrategy)
     assert manager.replay_buffer.max_groups == 512
 
@@ -222,7 +249,7 @@ def test_a_manager_is_built_from_a_toml_file(tmp_path: Path, mode: str) -> None:
         ({"tasks": [{"name": "a", "weight": 0}]}, "the weights of all tasks"),
         ({"tasks": [{"name": "a", "weight": -1}]}, "expected a number from 0"),
         ({"tasks": [{"name": "a"}, {"name": "a"}]}, "two tasks are named 'a'"),
-        ({"tasks": [{"name": ""}]}, "expected a string that is not empty"),
+        ({"tasks": [{"name": ""}]}, "expected a non-empty string"),
         ({"tasks": {"name": "manager"}}, "choose another name"),
         ({"tasks": [{"name": "a", "wait": 1}]}, "unknown field `wait`"),
         ({"tasks": [{"name": "a"}], "mode": "both"}, "mode"),
@@ -233,7 +260,7 @@ def test_a_manager_is_built_from_a_toml_file(tmp_path: Path, mode: str) -> None:
         ({"tasks": [{"name": "a", "strategy": {"timeouts": {"member_timeout_s": 0}}}]}, "member_timeout_s"),
     ],
 )
-def test_a_manager_that_cannot_work_cannot_be_written_down(content: dict[str, Any], problem: str) -> None:
+def test_a_manager_config_that_cannot_work_is_refused(content: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidConfig, match=re.escape(problem)):
         ManagerConfig.from_mapping(content)
 
@@ -242,7 +269,7 @@ def test_partial_rollout_without_staleness_is_fine_when_weights_are_synced_seldo
     strategy = {"enable_partial_rollout": True}
     config = ManagerConfig.from_mapping({"tasks": [{"name": "a", "strategy": strategy}], "sync_weights_interval": 2})
     manager = config.build(FunctionAgentLoop(nothing), datasets={"a": [{"prompt": "why?"}]})
-    assert manager.tasks["a"].strategy.enable_partial_rollout
+    assert manager.tasks["a"].strategy.settings.enable_partial_rollout
 
 
 @pytest.mark.parametrize(
@@ -271,5 +298,5 @@ def test_building_a_manager_says_what_is_missing() -> None:
         config.build(FunctionAgentLoop(nothing))
     with pytest.raises(InvalidConfig, match="task 'a' has no agent loop"):
         config.build({}, datasets={"a": [{"prompt": "why?"}]})
-    with pytest.raises(InvalidInput, match="parts for tasks"):
+    with pytest.raises(InvalidInput, match="dataset has tasks"):
         config.build(FunctionAgentLoop(nothing), datasets={"b": []})

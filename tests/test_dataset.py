@@ -15,9 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay import dataset as dataset_module
-from forebay.dataset import JSONLDataset, LoaderSource, MapSource, Source, open_source, shuffled_index
-from forebay.errors import DamagedData, InvalidDataset, InvalidInput, InvalidRecord
+from forebay import RolloutState
+from forebay.codec.frame import encode_group
+from forebay.errors import DamagedData, InvalidDataset, InvalidInput, InvalidRecord, UnreadableData
+from forebay.prompts import sources
+from forebay.prompts.loader import LoaderSource, pack_loader_state, unpack_loader_state
+from forebay.prompts.sources import JSONLDataset, MapSource, Source, open_source, shuffled_index
 
 
 def order(seed: int, epoch: int, size: int) -> list[int]:
@@ -56,7 +59,7 @@ def test_huge_data_sets_are_within_range_and_distinct(size: int, data: st.DataOb
     assert len(set(shuffled)) == len(indexes)
 
 
-def test_every_epoch_and_every_seed_has_an_order_of_its_own() -> None:
+def test_every_epoch_and_every_seed_has_its_own_order() -> None:
     orders = [tuple(order(seed, epoch, 50)) for seed in range(10) for epoch in range(10)]
     assert len(set(orders)) == 100
     assert tuple(range(50)) not in orders
@@ -133,18 +136,18 @@ def test_opening_touches_nothing() -> None:
         ({"train": [1]}, "is a mapping"),
         ((number for number in range(3)), "is an iterator"),
         (iter([1]), "is an iterator"),
-        (7, "cannot be drawn from"),
-        (None, "cannot be drawn from"),
+        (7, "is not a data set"),
+        (None, "is not a data set"),
     ],
 )
-def test_what_is_no_data_set_is_refused_with_what_would_do(dataset: Any, said: str) -> None:
+def test_a_value_that_is_not_a_data_set_is_refused_with_the_supported_types(dataset: Any, said: str) -> None:
     with pytest.raises(InvalidDataset, match=said) as refused:
         opened(dataset)
     assert "expected" in str(refused.value)
 
 
 @pytest.mark.parametrize("seed", [1.5, "1", None, True])
-def test_a_seed_is_a_whole_number(seed: Any) -> None:
+def test_a_seed_is_an_integer(seed: Any) -> None:
     with pytest.raises(InvalidInput, match="seed"):
         open_source([1], seed=seed, shuffle=True)
 
@@ -169,7 +172,7 @@ def test_an_iterable_data_set_of_torch_is_iterated_though_it_has_a_length() -> N
 
 @given(size=st.integers(1, 30), seed=st.integers(0, 99))
 @settings(max_examples=40, deadline=None)
-def test_every_epoch_has_every_record_once_in_an_order_of_its_own(size: int, seed: int) -> None:
+def test_every_epoch_has_every_record_once_in_its_own_order(size: int, seed: int) -> None:
     source = open_source(list(range(size)), seed=seed, shuffle=True)
     epochs = [read(source, size, size * epoch) for epoch in range(3)]
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
@@ -204,7 +207,7 @@ def test_a_data_set_that_grows_while_it_is_drawn_from_is_refused() -> None:
     source = opened(records)
     source.read(0)
     records.append(4)
-    with pytest.raises(InvalidDataset, match="has 4 records, and had 3"):
+    with pytest.raises(InvalidDataset, match="has 4 records, but had 3"):
         source.read(1)
 
 
@@ -249,17 +252,17 @@ def test_a_loader_is_read_epoch_after_epoch() -> None:
     assert read(opened(Counted(3)), 8) == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
-def test_the_last_record_of_a_loader_can_be_asked_for_again_and_no_other() -> None:
+def test_only_the_last_record_of_a_loader_can_be_read_again() -> None:
     source = opened(Counted(3))
     assert read(source, 2) == [0, 1]
     assert source.read(1) == (1, 1)
     for cursor in (0, 3):
-        with pytest.raises(InvalidDataset, match=f"stands at record 2, but record {cursor} was asked for"):
+        with pytest.raises(InvalidDataset, match=f"is at record 2, but record {cursor} was asked for"):
             source.read(cursor)
     assert source.read(2) == (2, 2)
 
 
-def test_a_loader_that_stands_there_is_not_moved() -> None:
+def test_a_loader_that_is_already_at_the_cursor_is_not_moved() -> None:
     loader = Counted(3)
     source = opened(loader)
     before = source.state()
@@ -272,7 +275,7 @@ def test_a_loader_that_stands_there_is_not_moved() -> None:
     assert loader.begun == 1
 
 
-def test_an_empty_loader_is_refused_instead_of_iterated_for_ever() -> None:
+def test_an_empty_loader_is_refused_instead_of_iterated_forever() -> None:
     source = opened(Counted(0))
     with pytest.raises(InvalidDataset, match="gave no record in a whole epoch"):
         source.read(0)
@@ -280,7 +283,7 @@ def test_an_empty_loader_is_refused_instead_of_iterated_for_ever() -> None:
 
 @pytest.mark.parametrize("kind", [Counted, Stateful])
 @pytest.mark.parametrize("cut", range(13))
-def test_a_loader_goes_on_from_any_place(kind: type[Counted] | type[Stateful], cut: int) -> None:
+def test_a_loader_continues_from_any_position(kind: type[Counted] | type[Stateful], cut: int) -> None:
     source = opened(kind())
     expected = read(source, 20)
     source = opened(kind())
@@ -290,7 +293,7 @@ def test_a_loader_goes_on_from_any_place(kind: type[Counted] | type[Stateful], c
     assert read(again, 20 - cut, cut) == expected[cut:]
 
 
-def test_skipping_ahead_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_skipping_ahead_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     source = opened(Counted(4))
     read(source, 6)
     with caplog.at_level(logging.WARNING):
@@ -298,26 +301,26 @@ def test_skipping_ahead_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "loader_skips_ahead records=2 epoch=1" in caplog.text
 
 
-def test_a_shorter_loader_than_the_one_that_was_drawn_from_is_refused() -> None:
+def test_a_loader_that_is_shorter_than_before_is_refused() -> None:
     source = opened(Counted(4))
     read(source, 3)
-    with pytest.raises(InvalidDataset, match="ended after 2 records of epoch 0; 3 had been drawn"):
+    with pytest.raises(InvalidDataset, match="ended after 2 records of epoch 0, but 3 were drawn before"):
         opened(Counted(2)).restore(3, source.state())
 
 
-def test_a_loader_cannot_go_on_where_a_map_style_data_set_was_drawn_from() -> None:
-    with pytest.raises(InvalidDataset, match="5 groups were drawn, but no loader's state is known"):
+def test_a_loader_cannot_continue_from_the_position_of_a_map_style_data_set() -> None:
+    with pytest.raises(InvalidDataset, match="5 groups were drawn, but there is no loader state"):
         opened(Counted()).restore(5, None)
     source = opened(Counted())
     read(source, 2)
-    with pytest.raises(InvalidDataset, match="9 groups were drawn, but the loader's state is that of record 2"):
+    with pytest.raises(InvalidDataset, match="9 groups were drawn, but the loader state is that of record 2"):
         opened(Counted()).restore(9, source.state())
 
 
 def test_a_loader_with_a_state_does_not_start_again_for_another_task() -> None:
     source = opened(Stateful())
     read(source, 2)
-    with pytest.raises(InvalidDataset, match="stands at record 2, and cannot go back to its start"):
+    with pytest.raises(InvalidDataset, match="is at record 2, and cannot return to its start"):
         source.restore(0, None)
     assert source.read(2) == (2, 2)
     plain = opened(Counted())
@@ -327,7 +330,7 @@ def test_a_loader_with_a_state_does_not_start_again_for_another_task() -> None:
 
 
 @pytest.mark.parametrize("state", [b"", b"nothing of ours", b"FBG1" + bytes(40)])
-def test_a_state_that_is_none_is_refused_and_the_place_kept(state: bytes) -> None:
+def test_bytes_that_are_not_a_state_are_refused_and_the_position_is_kept(state: bytes) -> None:
     source = opened(Counted())
     read(source, 2)
     with pytest.raises(DamagedData):
@@ -335,9 +338,15 @@ def test_a_state_that_is_none_is_refused_and_the_place_kept(state: bytes) -> Non
     assert source.read(2) == (2, 2)
 
 
+def test_a_state_of_an_earlier_version_is_refused_by_name() -> None:
+    """Forebay 0.1 stored a loader's state as a group."""
+    with pytest.raises(UnreadableData, match=r"written by an earlier Forebay; .* give the task another name"):
+        opened(Counted()).restore(5, encode_group([RolloutState(message=[], extra_fields={"state": {"epoch": 0}})]))
+
+
 def test_a_state_of_other_content_is_refused() -> None:
-    with pytest.raises(DamagedData, match="written by something else"):
-        opened(Counted()).restore(5, dataset_module._pack({"epoch": "first"}))
+    with pytest.raises(DamagedData, match="Forebay did not write it"):
+        opened(Counted()).restore(5, pack_loader_state({"epoch": "first"}))
 
 
 def test_a_loader_that_refuses_its_state_says_which() -> None:
@@ -349,9 +358,9 @@ def test_a_loader_that_refuses_its_state_says_which() -> None:
     read(source, 3)
     picky = opened(Picky())
     for _ in range(2):
-        with pytest.raises(InvalidDataset, match="cannot go on at record 3: AssertionError: 2 workers expected"):
+        with pytest.raises(InvalidDataset, match="cannot continue at record 3: AssertionError: 2 workers expected"):
             picky.restore(3, source.state())
-        with pytest.raises(InvalidDataset, match="stands at"):
+        with pytest.raises(InvalidDataset, match="is at record"):
             picky.read(3)
 
 
@@ -426,7 +435,7 @@ class Epochs:
 
 
 class WrappingEpochs(Epochs):
-    """The state of an epoch's end goes on with the next one, not with an empty one."""
+    """After the state of an epoch's end comes the next epoch, not an empty one."""
 
     wraps = True
 
@@ -438,7 +447,7 @@ class UnsizedEpochs(Epochs):
 
 @pytest.mark.parametrize("kind", [Epochs, WrappingEpochs, UnsizedEpochs])
 @pytest.mark.parametrize("cut", range(10))
-def test_a_loader_with_epochs_goes_on_in_the_right_one(kind: type[Epochs], cut: int) -> None:
+def test_a_loader_with_epochs_continues_in_the_right_one(kind: type[Epochs], cut: int) -> None:
     expected = read(opened(kind()), 14)
     assert [number // 10 for number in expected] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 2
     source = opened(kind())
@@ -486,8 +495,8 @@ keys = st.text() | st.integers() | st.sampled_from(["forebay:int", "forebay:item
     )
 )
 @settings(max_examples=150, deadline=None)
-def test_a_loaders_state_comes_back_as_it_was(state: Any) -> None:
-    assert same(dataset_module._unpack(dataset_module._pack(state)), state)
+def test_the_state_of_a_loader_comes_back_unchanged(state: Any) -> None:
+    assert same(unpack_loader_state(pack_loader_state(state)), state)
 
 
 def test_states_of_random_generators_come_back() -> None:
@@ -500,7 +509,7 @@ def test_states_of_random_generators_come_back() -> None:
         "scalar": np.int64(3),
         "point": Point(1, [2]),
     }
-    back = dataset_module._unpack(dataset_module._pack(state))
+    back = unpack_loader_state(pack_loader_state(state))
     assert same(back["python"], state["python"])
     assert same(list(back["numpy"]), list(state["numpy"]))  # type: ignore[call-overload]
     assert back["scalar"] == 3
@@ -541,7 +550,7 @@ def test_a_file_is_a_data_set_of_its_lines(tmp_path: Path) -> None:
 
 @given(st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=30), max_size=3), max_size=8), st.booleans())
 @settings(max_examples=40, deadline=None)
-def test_what_was_written_is_read(tmp_path_factory: pytest.TempPathFactory, records: list[Any], end: bool) -> None:
+def test_written_records_are_read(tmp_path_factory: pytest.TempPathFactory, records: list[Any], end: bool) -> None:
     text = "\n".join(json.dumps(record) for record in records) + "\n" * end
     dataset = JSONLDataset(written(tmp_path_factory.mktemp("jsonl") / "d.jsonl", text))
     assert [dataset[index] for index in range(len(dataset))] == records
@@ -556,7 +565,7 @@ def test_nothing_is_opened_before_the_first_record(tmp_path: Path) -> None:
     assert source.read(0) == (0, {"prompt": "a"})
 
 
-def test_a_directory_is_no_data_set(tmp_path: Path) -> None:
+def test_a_directory_is_not_a_data_set(tmp_path: Path) -> None:
     with pytest.raises(InvalidDataset, match="cannot be read: Is a directory"):
         opened(tmp_path).read(0)
 
@@ -594,7 +603,7 @@ def test_a_garbage_line_is_named_by_its_index(tmp_path: Path, line: bytes, said:
 def test_a_line_beyond_the_limit_is_one_bad_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blanks: bytes
 ) -> None:
-    monkeypatch.setattr(dataset_module, "_MAX_LINE_BYTES", 32)
+    monkeypatch.setattr(sources, "_MAX_LINE_BYTES", 32)
     long = blanks + b'{"prompt": "' + b"x" * 200 + b'"}'
     for end in (b"\n", b'\n{"prompt": "c"}\n'):
         source = opened(written(tmp_path / f"{len(end)}.jsonl", b'{"prompt": "a"}\n' + long + end))
@@ -608,11 +617,11 @@ def test_a_line_beyond_the_limit_is_one_bad_record(
 
 def test_a_line_at_the_limit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = b'{"prompt": "abc"}\n'
-    monkeypatch.setattr(dataset_module, "_MAX_LINE_BYTES", len(line))
+    monkeypatch.setattr(sources, "_MAX_LINE_BYTES", len(line))
     assert read(opened(written(tmp_path / "d.jsonl", line * 3)), 3) == [{"prompt": "abc"}] * 3
 
 
-def test_a_file_that_changes_in_between_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_changes_between_reads_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "d.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\n')
     source = opened(path)
     source.read(0)

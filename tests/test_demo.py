@@ -74,7 +74,7 @@ def test_the_same_trainer_learns_from_an_openai_compatible_server_in_another_pro
         (["--steps", "0"], "0 is not in the range"),
         (["--tasks", "fly"], "expected some of"),
         (["--storage", "tape"], "'tape' is not one of"),
-        (["--name", "../elsewhere"], "no plain name"),
+        (["--name", "../elsewhere"], "not a plain directory name"),
         (["--resume"], "there is no run to resume"),
         (["--engines", "2"], "--engines needs --ray"),
         (["--ray", "--engines", "0"], "0 is not in the range"),

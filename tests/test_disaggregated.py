@@ -31,7 +31,7 @@ from forebay import (
     TooManyFailures,
     WaitTimeout,
 )
-from forebay.staleness import group_staleness
+from forebay.core.staleness import group_staleness
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, SimulationStuck, run
 from tests.support import turns
 from tests.test_manager import Plane, by_group, failing
@@ -376,7 +376,7 @@ async def test_a_step_that_was_acknowledged_is_refused() -> None:
     plane = disaggregated(interval=2)
     async with producing(plane):
         await plane.manager.get_batch(2, 1)
-        with pytest.raises(InvalidInput, match="train step 1 was acknowledged already; the next one is 2"):
+        with pytest.raises(InvalidInput, match="train step 1 was already acknowledged; the next one is 2"):
             await plane.manager.get_batch(2, 1)
 
 
@@ -517,7 +517,7 @@ async def test_a_pause_says_how_long_it_took() -> None:
 async def test_older_weights_than_those_in_use_are_refused() -> None:
     plane = disaggregated()
     await plane.manager.continue_produce(3)
-    with pytest.raises(InvalidInput, match="weights of step 2, but those of step 3 were used already"):
+    with pytest.raises(InvalidInput, match="weights of step 2, but those of step 3 were already used"):
         await plane.manager.continue_produce(2)
     await plane.manager.continue_produce(3)
     assert plane.manager.model_step == 3
@@ -676,7 +676,7 @@ async def test_a_failure_was_hidden_until_everything_was_used_up() -> None:
     producer = asyncio.create_task(plane.manager.produce_loop(2))
     await asyncio.sleep(20)
     assert (await plane.ledger())["buffered"] >= 6
-    with pytest.raises(ProducerStopped, match="what it produced is kept"):
+    with pytest.raises(ProducerStopped, match="its groups are kept"):
         await plane.manager.get_batch(2, 1)
     with pytest.raises(TooManyFailures):
         await producer
@@ -738,7 +738,7 @@ async def test_one_producer_at_a_time() -> None:
     plane = disaggregated()
     async with producing(plane):
         await asyncio.sleep(1)
-        with pytest.raises(InvalidInput, match="produce_loop runs already"):
+        with pytest.raises(InvalidInput, match="produce_loop is already running"):
             await plane.manager.produce_loop(2)
         assert len((await plane.manager.get_batch(2, 1)).groups) == 2
 

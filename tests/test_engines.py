@@ -1,7 +1,7 @@
-"""Weights and a real server: a pause is a barrier, an update is whole, and no token counts under weights it is not of.
+"""Weights of a real server: a pause is a barrier, an update is complete, and every token has the right version.
 
-The server is `engine_server`: real HTTP with the paths of vLLM and SGLang. `make test-engines` shows the same with the
-real ones.
+The server is `engine_server`: real HTTP with the paths of vLLM and SGLang. `make test-engines` tests the same with real
+vLLM and SGLang servers.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from forebay import (
     InvalidConfig,
     InvalidInput,
     NoProgress,
+    OpenAIAgentLoop,
     ReplayBuffer,
     RolloutState,
     SampleParams,
@@ -36,8 +37,7 @@ from forebay import (
     Task,
     Timeouts,
 )
-from forebay.agent_loop.gate import Unreachable
-from forebay.agent_loop.openai import OpenAIAgentLoop
+from forebay.agent_loop.monitor import Unreachable
 from forebay.agent_loop.server import until_idle
 from forebay.engines import EngineControl, SGLangControl, VLLMControl
 from forebay.engines.weights import Tensor, check_update
@@ -57,7 +57,7 @@ def weights(tmp_path: Path) -> Callable[[int], Path]:
 
 @pytest.fixture(autouse=True)
 def restarts_in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.agent_loop.gate._FASTEST_START_S", 0.0)
+    monkeypatch.setattr("forebay.agent_loop.monitor._FASTEST_START_S", 0.0)
 
 
 @pytest.fixture(params=["vllm", "sglang"])
@@ -81,7 +81,7 @@ def loop_of(server: EngineServer, **settings: Any) -> OpenAIAgentLoop:
 async def plane(
     loop: AgentLoop, *, groups: int = 4, **timeouts: float
 ) -> AsyncIterator[tuple[DisaggregatedAgentLoopManager, ReplayBuffer]]:
-    """A manager around a loop; nothing is produced yet."""
+    """A manager for a loop; it has produced nothing yet."""
     buffer = AsyncReplayBufferConfig(max_groups=64).build()
     strategy = AsyncProduceStrategy(
         buffer,
@@ -124,7 +124,7 @@ async def test_g13_a_pause_returns_when_the_server_has_stopped_our_requests(
     await producing
 
 
-async def test_g13_a_pause_whose_server_does_not_stop_is_an_error_and_can_be_repeated(server: EngineServer) -> None:
+async def test_g13_a_pause_raises_if_the_server_does_not_stop_and_can_be_repeated(server: EngineServer) -> None:
     server.hold_tails = True
     async with loop_of(server, max_tokens=100_000) as loop, plane(loop, idle_timeout_s=1.5) as (manager, buffer):
         producing = asyncio.create_task(manager.produce_loop(4))
@@ -146,7 +146,7 @@ async def test_a_server_that_is_gone_is_idle(server: EngineServer, control: Engi
     await server.__aenter__()
 
 
-async def test_a_server_without_developer_mode_is_asked_for_its_gauges(weights: Callable[[int], Path]) -> None:
+async def test_idle_reads_the_gauges_of_a_server_without_developer_mode(weights: Callable[[int], Path]) -> None:
     async with EngineServer(started_with=weights(0), kind="vllm") as server:
         server._vllm_is_paused = None  # type: ignore[method-assign, assignment]
         server.tails = 1
@@ -157,8 +157,8 @@ async def test_a_server_without_developer_mode_is_asked_for_its_gauges(weights: 
         await idle
 
 
-async def test_a_snapshot_that_stands_still_does_not_make_a_server_idle() -> None:
-    """SGLang's counts are zero while a request has just begun; only further snapshots show it."""
+async def test_a_repeated_snapshot_does_not_make_a_server_idle() -> None:
+    """SGLang reports zero for a request that has just begun; only later snapshots include it."""
     snapshots = iter([1.0] * 20 + [2.0, 2.0, 3.0])
     asked = 0
 
@@ -172,7 +172,7 @@ async def test_a_snapshot_that_stands_still_does_not_make_a_server_idle() -> Non
     assert asked == 23
 
 
-async def test_a_function_loop_can_say_when_its_engine_is_idle() -> None:
+async def test_a_function_loop_may_have_an_idle_function() -> None:
     calls = []
     begun = asyncio.Event()
 
@@ -191,10 +191,10 @@ async def test_a_function_loop_can_say_when_its_engine_is_idle() -> None:
     assert calls == [1]
 
 
-# --- an update is whole ---------------------------------------------------------------------------------
+# --- an update is complete ------------------------------------------------------------------------------
 
 
-async def test_g13_every_version_span_names_the_weights_that_made_it(
+async def test_g13_every_version_span_names_the_weights_that_generated_it(
     server: EngineServer, control: EngineControl, weights: Callable[[int], Path]
 ) -> None:
     server.tail_ticks = 10
@@ -217,7 +217,7 @@ async def test_g13_every_version_span_names_the_weights_that_made_it(
 
 
 async def refused(server: EngineServer) -> None:
-    # vLLM is asked twice: its first load after an error can fail with the same words.
+    # The update is repeated once for vLLM: its first load after an error can fail with the same error.
     server.refuse_updates = 2 if server.kind == "vllm" else 1
 
 
@@ -233,7 +233,7 @@ async def not_versioned(server: EngineServer) -> None:
     ("fault", "words"),
     [(refused, "answered (500|400)"), (taken_in_part, "only part of the weights"), (not_versioned, "reports version")],
 )
-async def test_g13_an_update_that_is_not_whole_is_an_error_and_no_token_counts_until_it_is(
+async def test_g13_no_token_counts_after_an_incomplete_update(
     server: EngineServer,
     control: EngineControl,
     weights: Callable[[int], Path],
@@ -250,8 +250,8 @@ async def test_g13_an_update_that_is_not_whole_is_an_error_and_no_token_counts_u
             await control.update_weights(weights(1), model_step=1, manager=manager)
         assert (await closed_ledger(buffer)).get("in_flight", 0) == 0
         received = len(server.received)
-        await manager.continue_produce(1)  # against all advice
-        with pytest.raises(EngineRestarted, match=r"not known to have the weights of step .* failed"):
+        await manager.continue_produce(1)  # although the update failed
+        with pytest.raises(EngineRestarted, match=r"may not have the weights of step .* failed"):
             await producing
         assert len(server.received) == received
         await manager.pause_produce()
@@ -267,9 +267,9 @@ async def test_g13_an_update_that_is_not_whole_is_an_error_and_no_token_counts_u
 @pytest.mark.parametrize(
     ("names", "shape", "words"),
     [
-        (TENSORS[1:], (2, 3), "1 tensors are missing, the first is 'model.embed_tokens.weight'"),
+        (TENSORS[1:], (2, 3), "1 tensors are missing .the first: 'model.embed_tokens.weight'"),
         ((*TENSORS, "model.layers.7.mlp.up_proj.weight"), (2, 3), "1 tensors are new"),
-        (TENSORS, (3, 2), "8 tensors have another shape"),
+        (TENSORS, (3, 2), "8 tensors have a different shape"),
     ],
 )
 async def test_weights_that_would_break_a_server_are_refused_before_it_is_touched(
@@ -295,18 +295,16 @@ async def test_directories_without_weights_are_refused(
     assert server.loads == 0
 
 
-async def test_a_server_that_gave_its_tensors_away_cannot_be_updated(weights: Callable[[int], Path]) -> None:
-    """vLLM on a CPU without the worker extension: it would take half of every update, and say that it took it."""
+async def test_a_server_that_freed_its_tensors_cannot_be_updated(weights: Callable[[int], Path]) -> None:
+    """vLLM on a CPU without the worker extension would take half of every update, and report success."""
     async with EngineServer(started_with=weights(0), kind="vllm") as server:
         server.weights["model.layers.0.mlp.down_proj.weight"] = b""
-        with pytest.raises(EngineError, match="cannot take new weights whole: it repacked 1 of 5 tensors"):
+        with pytest.raises(EngineError, match="cannot load new weights completely: it repacked 1 of 5 tensors"):
             await VLLMControl(server.root).update_weights(weights(1), model_step=1)
         assert (server.loads, server.paused) == (0, False)
 
 
-async def test_what_the_server_was_started_with_can_be_given(
-    server: EngineServer, weights: Callable[[int], Path]
-) -> None:
+async def test_the_start_up_weights_can_be_passed_in(server: EngineServer, weights: Callable[[int], Path]) -> None:
     started_with, server.started_with = server.started_with, Path("/nowhere")
     server.model_path = "/nowhere"
     unknown = CONTROLS[server.kind](server.root)
@@ -318,7 +316,7 @@ async def test_what_the_server_was_started_with_can_be_given(
     assert (await given.update_weights(weights(1), model_step=1)).checked == 5
 
 
-async def test_without_verification_checksums_are_not_asked_for(
+async def test_without_verification_no_checksums_are_requested(
     server: EngineServer, weights: Callable[[int], Path]
 ) -> None:
     plain = CONTROLS[server.kind](server.root, verify=False)
@@ -342,7 +340,7 @@ def test_bad_settings_of_a_control_are_refused(settings: dict[str, Any]) -> None
         VLLMControl(**({"url": "http://here"} | settings))
 
 
-async def test_vllm_without_developer_mode_says_what_is_missing(weights: Callable[[int], Path]) -> None:
+async def test_an_update_of_vllm_without_developer_mode_says_what_to_set(weights: Callable[[int], Path]) -> None:
     async with EngineServer(started_with=weights(0), kind="anonymous") as server:
         with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
             await VLLMControl(server.root, weights=weights(0)).update_weights(weights(1), model_step=1)
@@ -352,7 +350,7 @@ async def test_vllm_without_developer_mode_says_what_is_missing(weights: Callabl
 
 
 @pytest.mark.parametrize("held", [True, False])
-async def test_g13_a_control_loads_the_weights_again_into_a_server_that_restarted(
+async def test_g13_a_control_loads_the_weights_again_after_a_restart(
     server: EngineServer, control: EngineControl, weights: Callable[[int], Path], held: bool
 ) -> None:
     trained: list[list[RolloutState]] = []
@@ -363,7 +361,7 @@ async def test_g13_a_control_loads_the_weights_again_into_a_server_that_restarte
                 trained += batch.groups
             await control.update_weights(weights(step), model_step=step, manager=manager)
             if held:
-                await until(lambda: server.active >= 2)  # streams are cut
+                await until(lambda: server.active >= 2)  # so that streams are interrupted
             await server.restart()
             assert server.step == 0
         async with manager.get_batch(2, 5, timeout_s=HANG_S) as batch:
@@ -381,7 +379,7 @@ async def test_g03_tokens_of_a_server_that_died_before_it_said_who_it_is_count(
     server: EngineServer, control: EngineControl, weights: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had answered just before, after it was loaded again; then a kill came between its tokens and its answer."""
-    monkeypatch.setattr("forebay.agent_loop.gate._FASTEST_START_S", HANG_S)
+    monkeypatch.setattr("forebay.agent_loop.monitor._FASTEST_START_S", HANG_S)
     most = 2000
     async with loop_of(server, engine=control, max_tokens=most, max_retries=0) as loop:
         await control.update_weights(weights(1), model_step=1)
@@ -440,7 +438,7 @@ async def test_at_step_0_a_restart_changes_nothing(server: EngineServer) -> None
     await producing
 
 
-async def test_a_server_that_loads_its_weights_itself_is_trusted_if_that_is_said(
+async def test_a_restarted_server_counts_with_trust_restarts(
     server: EngineServer, weights: Callable[[int], Path]
 ) -> None:
     async with loop_of(server, max_tokens=60, max_retries=8, trust_restarts=True) as loop, plane(loop) as (manager, _):
@@ -470,7 +468,7 @@ async def test_a_restarted_server_that_reports_the_current_version_counts(
     await producing
 
 
-async def test_g13_a_server_that_does_not_say_who_it_is_is_not_believed_after_a_lost_connection(
+async def test_g13_a_server_that_does_not_identify_itself_does_not_count_after_a_lost_connection(
     weights: Callable[[int], Path],
 ) -> None:
     async with EngineServer(started_with=weights(0), kind="anonymous") as server:
@@ -487,21 +485,21 @@ async def test_g13_a_server_that_does_not_say_who_it_is_is_not_believed_after_a_
                 await producing
 
 
-async def test_a_server_that_cannot_be_reached_cannot_be_said_to_have_weights(server: EngineServer) -> None:
+async def test_weights_of_an_unreachable_server_cannot_be_reported_as_loaded(server: EngineServer) -> None:
     await server.__aexit__(None, None, None)
     async with loop_of(server) as loop:
-        with pytest.raises(EngineError, match="said to have the weights of step 3, but cannot be reached"):
+        with pytest.raises(EngineError, match="step 3 was reported as loaded, but the server is unreachable"):
             await loop.weights_loaded(3)
     await server.__aenter__()
 
 
 @pytest.mark.parametrize("controlled", [True, False])
-async def test_g13_a_new_run_takes_no_token_of_the_weights_of_an_earlier_run(
+async def test_g13_a_new_run_uses_no_token_of_the_weights_of_an_earlier_run(
     server: EngineServer, control: EngineControl, weights: Callable[[int], Path], controlled: bool
 ) -> None:
     await CONTROLS[server.kind](server.root).update_weights(weights(3), model_step=3)  # by the earlier run
     async with loop_of(server, engine=control if controlled else None) as loop, plane(loop) as (manager, _):
-        with pytest.raises(EngineRestarted, match=r"reports version 3, but step 0 was asked for.*update_weights"):
+        with pytest.raises(EngineRestarted, match=r"reports version 3, but step 0 is needed.*update_weights"):
             await manager.produce_loop(2)
         assert not server.received
         if controlled:
@@ -522,7 +520,7 @@ async def test_a_control_that_knows_the_start_up_weights_updates_a_server_of_an_
     assert (server.step, server.version) == (0, "0")
 
 
-async def test_g13_a_server_that_was_away_at_step_0_is_asked_for_its_version_when_it_is_back(
+async def test_g13_the_version_of_a_server_unreachable_at_step_0_is_checked_when_it_is_back(
     server: EngineServer, control: EngineControl, weights: Callable[[int], Path]
 ) -> None:
     await server.kill()
@@ -530,12 +528,12 @@ async def test_g13_a_server_that_was_away_at_step_0_is_asked_for_its_version_whe
         await loop.weights_loaded(0)
         server.started_with, server.started_version = weights(3), "3"
         await server.start_again()
-        with pytest.raises(EngineRestarted, match="reports version 3, but step 0 was asked for"):
+        with pytest.raises(EngineRestarted, match="reports version 3, but step 0 is needed"):
             await loop.generate_group([sample(0)])
 
 
 @pytest.mark.parametrize(("version", "step"), [("default", 0), ("0", 0), ("3", 3), ("v3-final", 0)])
-async def test_versions_that_are_no_other_step_are_accepted(
+async def test_versions_that_name_no_other_step_are_accepted(
     server: EngineServer, control: EngineControl, version: str, step: int
 ) -> None:
     server.version = version
@@ -546,13 +544,13 @@ async def test_versions_that_are_no_other_step_are_accepted(
 
 
 @pytest.mark.parametrize("version", ["default", "v3-final"])
-async def test_g13_a_server_with_a_control_has_no_step_that_nobody_loaded(server: EngineServer, version: str) -> None:
+async def test_g13_a_step_that_the_control_did_not_load_is_refused(server: EngineServer, version: str) -> None:
     server.version = version
     async with loop_of(server, engine=CONTROLS[server.kind](server.root)) as loop:
-        with pytest.raises(EngineError, match=rf"{server.root} was given no weights .* '{version}'.*update_weights of"):
+        with pytest.raises(EngineError, match=rf"{server.root} was not loaded .* of"):
             await loop.weights_loaded(3)
     async with loop_of(server, engine=CONTROLS[server.kind](server.root, trust_restarts=True)) as loop:
-        await loop.weights_loaded(3)  # its user says that it has the current weights when it starts
+        await loop.weights_loaded(3)  # the user says that it has the current weights when it starts
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -575,7 +573,7 @@ async def test_g13_several_servers_are_updated_together_or_none_of_their_tokens_
             pass
         if not together:
             await controls[0].update_weights(weights(1), model_step=1, manager=manager)
-            with pytest.raises(EngineError, match=f"{servers[1].root} was given no weights by its control"):
+            with pytest.raises(EngineError, match=f"{servers[1].root} was not loaded by its control"):
                 async with asyncio.timeout(HANG_S):
                     await producing
         await manager.pause_produce()
@@ -592,11 +590,11 @@ async def test_g13_several_servers_are_updated_together_or_none_of_their_tokens_
         await producing
 
 
-# --- an update waits for a server that is away ----------------------------------------------------------
+# --- an update waits for an unreachable server ----------------------------------------------------------
 
 
 def at(server: EngineServer, moment: str, event: Callable[[], Awaitable[None]]) -> None:
-    """Something happens once, when the server is asked for a path and before it answers."""
+    """Call a function once, when the server gets a request for this path and before it answers."""
     answer = server.control
     pending = True
 
@@ -616,7 +614,7 @@ VERSION = {"vllm": "/weight_info", "sglang": "/model_info"}
 
 
 @pytest.mark.parametrize("verify", [True, False])
-async def test_an_update_waits_for_a_server_that_is_away(
+async def test_an_update_waits_for_an_unreachable_server(
     server: EngineServer, weights: Callable[[int], Path], verify: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     control = CONTROLS[server.kind](server.root, verify=verify)
@@ -633,7 +631,7 @@ async def test_an_update_waits_for_a_server_that_is_away(
             await until(lambda: "engine_away" in caplog.text and str(manager.producer_state) == "paused")
             assert not update.done()
             await until(lambda: "update_weights waits" in (control.explain_wait() or ""))
-            assert f"update_weights waits: {server.root} is away" in await manager.explain_wait()
+            assert f"update_weights waits: {server.root} is unreachable" in await manager.explain_wait()
             await server.start_again()
             assert (await update).checked == (5 if verify else 0)
             assert (server.version, server.step, server.paused) == (str(step), step, False)
@@ -648,7 +646,7 @@ async def test_an_update_waits_for_a_server_that_is_away(
 
 @pytest.mark.parametrize("moment", [HOLD, LOAD, VERSION])
 @pytest.mark.parametrize("verify", [True, False])
-async def test_an_update_is_repeated_from_its_beginning_if_the_server_restarts_in_the_middle(
+async def test_an_update_starts_over_if_the_server_restarts_meanwhile(
     server: EngineServer, weights: Callable[[int], Path], moment: dict[str, str], verify: bool
 ) -> None:
     control = CONTROLS[server.kind](server.root, verify=verify)
@@ -657,7 +655,7 @@ async def test_an_update_is_repeated_from_its_beginning_if_the_server_restarts_i
 
     async def restart() -> None:
         restarts.append(asyncio.create_task(server.restart()))
-        await asyncio.Event().wait()  # until this connection is cut
+        await asyncio.Event().wait()  # until this connection is closed
 
     at(server, moment[server.kind], restart)
     await control.update_weights(weights(2), model_step=2)
@@ -666,14 +664,14 @@ async def test_an_update_is_repeated_from_its_beginning_if_the_server_restarts_i
 
 
 @pytest.mark.parametrize("moment", [HOLD, LOAD, VERSION])
-async def test_a_server_that_restarts_while_it_is_loaded_again_is_waited_for(
+async def test_a_reload_waits_for_a_server_that_restarts_meanwhile(
     server: EngineServer, control: EngineControl, weights: Callable[[int], Path], moment: dict[str, str]
 ) -> None:
     restarts: list[asyncio.Task[None]] = []
 
     async def restart() -> None:
         restarts.append(asyncio.create_task(server.restart()))
-        await asyncio.Event().wait()  # until this connection is cut
+        await asyncio.Event().wait()  # until this connection is closed
 
     async with loop_of(server, engine=control, max_tokens=60) as loop, plane(loop) as (manager, _):
         await control.update_weights(weights(1), model_step=1)
@@ -688,10 +686,10 @@ async def test_a_server_that_restarts_while_it_is_loaded_again_is_waited_for(
     await producing
 
 
-async def test_a_server_that_dies_in_a_pause_is_not_said_to_run_requests(weights: Callable[[int], Path]) -> None:
+async def test_a_server_that_dies_in_a_pause_is_not_reported_as_busy(weights: Callable[[int], Path]) -> None:
     async def die() -> None:
         dying.append(asyncio.create_task(server.kill()))
-        await asyncio.Event().wait()  # until this connection is cut
+        await asyncio.Event().wait()  # until this connection is closed
 
     dying: list[asyncio.Task[None]] = []
     async with EngineServer(started_with=weights(0)) as server:
@@ -700,7 +698,7 @@ async def test_a_server_that_dies_in_a_pause_is_not_said_to_run_requests(weights
             await VLLMControl(server.root).idle()
 
 
-async def test_g11_an_update_that_waits_for_a_busy_server_shows(
+async def test_g11_explain_wait_shows_an_update_that_waits_for_a_busy_server(
     server: EngineServer, control: EngineControl, weights: Callable[[int], Path]
 ) -> None:
     async with loop_of(server, engine=control, max_tokens=100_000) as loop, plane(loop) as (manager, _):
@@ -710,7 +708,7 @@ async def test_g11_an_update_that_waits_for_a_busy_server_shows(
         update = asyncio.create_task(control.update_weights(weights(1), model_step=1, manager=manager))
         await until(lambda: any(HOLD[server.kind] in path for path in server.asked))
         await until(lambda: server.active == 0)
-        assert f"{server.root}: it still runs requests (idle_timeout_s is 30) for " in await manager.explain_wait()
+        assert f"{server.root} still runs requests (idle_timeout_s is 30), for " in await manager.explain_wait()
         server.hold_tails = False
         await update
         assert control.explain_wait() is None
@@ -718,7 +716,7 @@ async def test_g11_an_update_that_waits_for_a_busy_server_shows(
 
 
 @pytest.mark.parametrize("verify", [True, False])
-async def test_g13_an_update_of_which_two_processes_took_a_part_each_is_repeated(
+async def test_g13_an_update_split_between_two_processes_starts_over(
     server: EngineServer, weights: Callable[[int], Path], verify: bool
 ) -> None:
     """No request fails: the server restarts between two of them."""
@@ -737,7 +735,7 @@ async def test_g13_an_update_of_which_two_processes_took_a_part_each_is_repeated
 async def test_g13_an_update_of_a_restarted_server_is_compared_with_its_start_up_weights(
     server: EngineServer, control: EngineControl, weights: Callable[[int], Path]
 ) -> None:
-    """What it did not take differs from the weights before the restart, too."""
+    """Tensors that it did not take differ from the weights before the restart, too."""
     await control.update_weights(weights(1), model_step=1)
     await server.restart()
     server.partial_updates = 1
@@ -747,7 +745,7 @@ async def test_g13_an_update_of_a_restarted_server_is_compared_with_its_start_up
     assert server.step == 2
 
 
-async def test_an_update_of_a_server_that_stays_away_is_an_error_and_can_be_repeated(
+async def test_an_update_raises_if_the_server_stays_unreachable_and_can_be_repeated(
     server: EngineServer, weights: Callable[[int], Path]
 ) -> None:
     control = CONTROLS[server.kind](server.root, down_timeout_s=0.1)
@@ -767,7 +765,7 @@ async def test_an_update_of_a_server_that_stays_away_is_an_error_and_can_be_repe
     await producing
 
 
-# --- what is sent and what is reported ------------------------------------------------------------------
+# --- requests and reported versions ---------------------------------------------------------------------
 
 
 def sample(rollout_id: int, **fields: Any) -> RolloutState:
@@ -787,7 +785,7 @@ async def test_ids_outside_the_vocabulary_never_reach_a_server(server: EngineSer
     async with loop_of(server, vocabulary=544) as loop:
         bad, good = await loop.generate_group([sample(0, prompt_ids=[1, token]), sample(1, prompt_ids=[0, 543])])
     assert (bad.status, good.status) == (Status.FAILED, Status.COMPLETED)
-    assert f"hold {token}; expected ids from 0 to 543" in str(bad.error_msg)
+    assert f"include {token}; expected ids from 0 to 543" in str(bad.error_msg)
     assert [request.body["prompt"] for request in server.received] == [[0, 543]]
 
 
@@ -810,7 +808,7 @@ UNKNOWN = b', "weight_versions": [{"version": "default", "start": 0, "end": 3}]'
         (REPORTED % (SPANS.replace(b'"start": 1', b'"start": 2'), b""), ()),
     ],
 )
-async def test_g13_versions_that_the_server_reports_are_taken(
+async def test_g13_versions_that_the_server_reports_are_stored(
     server: EngineServer, body: bytes, expected: tuple[tuple[int, int], ...]
 ) -> None:
     server.usual = Script(plain=True, body=body)
@@ -820,7 +818,7 @@ async def test_g13_versions_that_the_server_reports_are_taken(
     assert state.version_spans == expected
 
 
-async def test_versions_that_the_server_reports_follow_those_that_there_were(server: EngineServer) -> None:
+async def test_versions_that_the_server_reports_follow_the_earlier_ones(server: EngineServer) -> None:
     server.usual = Script(plain=True, body=REPORTED % (SPANS, b""))
     early = sample(0, response_ids=[9, 9], logprobs=[-1.0, -1.0], version_spans=((3, 2),), status=Status.ABORTED)
     async with loop_of(server, stream=False) as loop:
@@ -829,7 +827,7 @@ async def test_versions_that_the_server_reports_follow_those_that_there_were(ser
     assert state.version_spans == ((3, 3), (4, 2))
 
 
-async def test_a_control_uses_no_proxy_of_the_environment(
+async def test_a_control_ignores_proxies_of_the_environment(
     server: EngineServer, control: EngineControl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
@@ -840,7 +838,7 @@ async def test_a_control_uses_no_proxy_of_the_environment(
 # --- holds, ranks and doubts ----------------------------------------------------------------------------
 
 
-async def test_a_cancelled_idle_leaves_no_server_paused(weights: Callable[[int], Path]) -> None:
+async def test_a_cancelled_idle_does_not_leave_the_server_paused(weights: Callable[[int], Path]) -> None:
     async with EngineServer(started_with=weights(0), kind="vllm") as server:
         server.tails = 1
         waiting = asyncio.create_task(VLLMControl(server.root).idle())
@@ -872,12 +870,12 @@ NEW = {name: digest + "!" for name, digest in OLD.items()}
     ("before", "after", "words"),
     [
         ({"tp0": OLD, "tp1": OLD}, {"tp0": NEW, "tp1": OLD}, "rank 'tp1' took none"),
-        ({"tp0": OLD, "tp1": OLD}, {"tp0": NEW, "tp1": {**NEW, "model.norm.weight": "c"}}, "ranks had one"),
+        ({"tp0": OLD, "tp1": OLD}, {"tp0": NEW, "tp1": {**NEW, "model.norm.weight": "c"}}, "ranks had the same"),
         ({"tp0": OLD}, {"tp0": {**NEW, "model.norm.weight": "a"}}, "1 of 2 tensors did not change"),
-        ({"tp0": {"other": "x"}}, {"tp0": {"other": "y"}}, "names its tensors otherwise"),
+        ({"tp0": {"other": "x"}}, {"tp0": {"other": "y"}}, "names its tensors differently"),
     ],
 )
-def test_an_update_that_some_ranks_did_not_take_is_not_whole(before: Any, after: Any, words: str) -> None:
+def test_an_update_that_some_ranks_did_not_take_is_an_error(before: Any, after: Any, words: str) -> None:
     names = ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight")
     old = {name: Tensor("F32", (1,), b"old") for name in names}
     new = {name: Tensor("F32", (1,), b"new") for name in names}
@@ -886,17 +884,17 @@ def test_an_update_that_some_ranks_did_not_take_is_not_whole(before: Any, after:
     assert check_update(old, new, {"tp0": OLD}, {"tp0": NEW}, "http://here") == (2, 0)
 
 
-async def test_a_server_with_a_control_has_the_weights_that_its_control_loaded(
+async def test_only_the_step_that_the_control_loaded_can_be_reported(
     server: EngineServer, control: EngineControl, weights: Callable[[int], Path]
 ) -> None:
     await control.update_weights(weights(7), model_step=7)
     async with loop_of(server, engine=control) as loop:
         await loop.weights_loaded(7)
-        with pytest.raises(EngineError, match="loaded with the weights of step 7 by its control"):
+        with pytest.raises(EngineError, match="the weights of step 7 by its control, but step 8 was reported"):
             await loop.weights_loaded(8)
 
 
-async def test_a_server_that_does_not_answer_is_not_taken_for_idle() -> None:
+async def test_a_server_that_does_not_answer_is_not_idle() -> None:
     asked = 0
 
     async def get(path: str) -> bytes | None:

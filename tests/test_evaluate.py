@@ -1,4 +1,4 @@
-"""Evaluation: each record exactly once, failures as failures."""
+"""Evaluation: each record exactly once, with failures reported as failures."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def questions(n: int, **options: Any) -> Sampler:
     most=st.none() | st.integers(1, 40),
     seed=st.integers(0, 1000),
 )
-def test_each_record_is_there_once_in_order_whatever_fails(
+def test_each_record_appears_once_in_order_whatever_fails(
     records: int, members: int, shuffle: bool, most: int | None, seed: int
 ) -> None:
     fate = random.Random(seed)
@@ -86,7 +86,7 @@ def test_each_record_is_there_once_in_order_whatever_fails(
     run(main)
 
 
-def test_a_failure_counts_as_the_score_that_is_asked_for() -> None:
+def test_failed_samples_may_count_with_a_given_score() -> None:
     async def generate(state: RolloutState) -> None:
         if index_of(state) == 1:
             raise RuntimeError("no")
@@ -102,7 +102,7 @@ def test_a_failure_counts_as_the_score_that_is_asked_for() -> None:
     run(main)
 
 
-def test_bad_records_are_failures_too() -> None:
+def test_bad_records_are_failures() -> None:
     async def generate(state: RolloutState) -> None:
         answer(state)
 
@@ -136,7 +136,7 @@ def test_a_paused_loop_is_resumed_for_an_evaluation_and_paused_again() -> None:
     run(main)
 
 
-def test_an_evaluation_ends_with_an_engine_that_stays_away() -> None:
+def test_an_evaluation_raises_if_the_engine_stays_unreachable() -> None:
     async def generate(state: RolloutState) -> None:
         raise ConnectionRefusedError("refused")
 
@@ -149,7 +149,7 @@ def test_an_evaluation_ends_with_an_engine_that_stays_away() -> None:
     run(main)
 
 
-def test_wrong_arguments_of_an_evaluation_are_told() -> None:
+def test_wrong_arguments_of_an_evaluation_are_refused() -> None:
     async def main() -> None:
         loop: Any = FunctionAgentLoop(lambda state: asyncio.sleep(0))
         with pytest.raises(InvalidInput, match="agent_loop"):

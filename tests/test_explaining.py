@@ -24,9 +24,9 @@ from forebay import (
     Task,
     Timeouts,
     WaitTimeout,
-    threads,
 )
 from forebay.agent_loop.openai import OpenAIAgentLoop
+from forebay.core import aio as threads
 from forebay.produce import NoProgress
 from forebay.testing.simulate import run
 from tests.processes import HANG_S
@@ -95,7 +95,7 @@ def test_g11_an_engine_that_is_away_shows_with_the_time_that_is_left() -> None:
         raise ConnectionRefusedError("refused")
 
     text = run(lambda: stuck(manager_of(refused)))
-    assert "is away (ConnectionRefusedError: refused); given up in 500 s" in text
+    assert "is unreachable (ConnectionRefusedError: refused); giving up in 500 s" in text
 
 
 def test_g11_attempts_show() -> None:
@@ -107,7 +107,7 @@ def test_g11_attempts_show() -> None:
     text = run(lambda: stuck(manager_of(aborted, max_groups=2, max_tries=1000), seconds=20))
     assert "resting:" in text
     assert "(group 0, attempt 7)" in text
-    assert "although nobody asked for that" in text
+    assert "although no pause was requested" in text
 
 
 async def test_g11_a_hung_data_set_shows_as_drawing() -> None:
@@ -289,7 +289,7 @@ def test_the_defaults_are_those_of_the_guide() -> None:
     assert manager.storage_retry_s == 60
     assert FunctionAgentLoop(unused).outage.down_timeout_s == 600
     assert OpenAIAgentLoop("http://127.0.0.1:1/v1", "policy").outage.down_timeout_s == 600
-    assert AsyncProduceStrategy(ReplayBuffer()).tail_after == 3
+    assert AsyncProduceStrategy(ReplayBuffer()).settings.tail_after == 3
 
 
 def test_counters_survive_a_resume(tmp_path: Path) -> None:

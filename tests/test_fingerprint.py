@@ -33,8 +33,8 @@ from forebay import (
     SyncProduceStrategy,
     Task,
 )
-from forebay.fingerprint import Fingerprint, SourceState, digest, pack_state, sampled_positions, unpack_state
-from forebay.sampler import SamplerWithReplayBuffer
+from forebay.core.fingerprint import Fingerprint, SourceState, digest, pack_state, sampled_positions, unpack_state
+from forebay.prompts.sampler import SamplerWithReplayBuffer
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.sqlite import SQLiteStorage
 from tests.storage.postgres_server import Schemas, dsn
@@ -283,7 +283,7 @@ async def test_a_data_set_may_give_its_own_fingerprint() -> None:
     await Sampler(Versioned("v1")).with_buffer(ReplayBuffer()).draw(1, "math", ())
     with pytest.raises(ChangedDataset, match=r"own was .*, is "):
         await Sampler(Versioned("v2"), shuffle=False).with_buffer(buffer).draw(1, "math", ())
-    with pytest.raises(InvalidDataset, match=r"fingerprint\(\) of .*Versioned returned something else than plain data"):
+    with pytest.raises(InvalidDataset, match=r"fingerprint\(\) of .*Versioned returned a value that is not plain data"):
         await Sampler(Versioned(object())).with_buffer(ReplayBuffer()).draw(1, "math", ())
 
 
@@ -336,7 +336,7 @@ async def test_a_loader_that_cannot_be_read_again_is_said_to_be_unverified(caplo
     assert "data_unverified task=math: not all records of the fingerprint can be read again" in caplog.text
 
 
-async def test_a_state_that_is_no_state_is_damaged_data() -> None:
+async def test_bytes_that_are_not_a_state_are_damaged_data() -> None:
     with pytest.raises(DamagedData, match="cannot be read"):
         unpack_state(b"\x93\x01\x02\x03")
     state = SourceState(fingerprint=Fingerprint(kind="map-style", length=3, records=("a", None)), loader=b"x")
@@ -402,7 +402,7 @@ def test_values_of_many_types_are_hashed(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [object(), lambda: None, 2**70, "\ud800"])
-def test_what_cannot_be_hashed_is_named_and_has_no_address(value: Any) -> None:
+def test_a_value_that_cannot_be_hashed_is_named_without_an_address(value: Any) -> None:
     _, skipped = digest({"text": "a", "value": value})
     assert skipped is not None
     assert "0x" not in skipped
@@ -416,7 +416,9 @@ def test_a_record_that_holds_itself_is_unverified() -> None:
 
 
 def test_the_hash_is_the_same_in_every_process() -> None:
-    program = "from forebay.fingerprint import digest; print(digest({'b': {'x', 'y', 'z'}, 'a': [1, 'text', None]})[0])"
+    program = (
+        "from forebay.core.fingerprint import digest; print(digest({'b': {'x', 'y', 'z'}, 'a': [1, 'text', None]})[0])"
+    )
     done = [
         subprocess.run(
             [sys.executable, "-c", program],

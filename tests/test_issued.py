@@ -1,4 +1,4 @@
-"""The prompt as issued: a reset returns to it, whatever an agent loop did to a sample (G13)."""
+"""The prompt as issued: a reset returns to it, however an agent loop changed a sample (G13)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay import ReplayBuffer, RolloutState, SampleParams, Sampler, Status, group_bytes
-from forebay.codec import decode_group, encode_group
+from forebay.codec.frame import decode_group, encode_group
 from forebay.config import AsyncReplayBufferConfig
+from forebay.core.payload import apply_difference, difference, remember_prompt, settle_changes
+from forebay.core.rollout import ISSUED_FIELDS, reset_response
 from forebay.errors import DamagedData
-from forebay.issued import apply_difference, difference, remember_prompt, settle_changes
-from forebay.rollout import ISSUED_FIELDS, reset_response
 from tests.test_codec import frame_of, packed, same
 
 TASK = "math"
@@ -115,7 +115,7 @@ def test_a_member_that_changed_nothing_carries_nothing() -> None:
     assert state.message is message
 
 
-def test_what_is_equal_but_of_another_type_has_changed() -> None:
+def test_an_equal_value_of_another_type_counts_as_changed() -> None:
     state = RolloutState(message=[], extra_fields={"flag": 1})
     remember_prompt([state])
     state.extra_fields = {"flag": True}
@@ -249,7 +249,7 @@ async def test_g13_what_a_trainer_gets_is_what_the_loop_left(storage: str) -> No
 
 async def test_g13_expiry_returns_to_the_prompt_as_issued(storage: str) -> None:
     buffer = AsyncReplayBufferConfig(storage=storage).build()
-    buffer.set_limits(TASK, stale_threshold=1)
+    await buffer.set_limits(TASK, stale_threshold=1)
     fields, sampler = await issued_and_answered(buffer)
     assert await buffer.refresh_staleness(task_stale_thresholds={TASK: 1}, current_train_step=5) == {TASK: 2}
     again = await drawn_again(buffer, sampler)
@@ -260,7 +260,7 @@ async def test_g13_expiry_returns_to_the_prompt_as_issued(storage: str) -> None:
 
 async def test_g13_what_is_too_old_on_arrival_returns_to_the_prompt_as_issued(storage: str) -> None:
     buffer = AsyncReplayBufferConfig(storage=storage).build()
-    buffer.set_limits(TASK, stale_threshold=1)
+    await buffer.set_limits(TASK, stale_threshold=1)
     bound = Sampler(RECORDS, prompt_repeat_k=2, shuffle=False).with_buffer(buffer)
     group = await bound.sample(TASK)
     fields = [copy.deepcopy(issued_fields(state)) for state in group]

@@ -1,4 +1,4 @@
-"""The door for results: rewarded once, filtered when whole, and never lost to a judge that stumbles."""
+"""Judging: samples are rewarded once, complete groups are filtered, and an error of a judge loses no response."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from forebay import (
     reject_truncated,
     reject_zero_std,
 )
-from forebay.produce.judge import Judge, fail_judging
+from forebay.produce.judge import Judge
+from forebay.produce.members import fail_judging
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group, simulate
 from tests.processes import HANG_S
@@ -52,9 +53,9 @@ def rewards(group: Sequence[RolloutState]) -> list[Any]:
 
 
 def judged(group: list[RolloutState], *, max_tries: int = 3, **functions: Any) -> str | None:
-    """What a judge says of a group, given up at its first error."""
+    """The error of judging a group, without retries."""
     verdict = simulate.run(lambda: Judge(**functions).judge(group))
-    return None if verdict.error is None else fail_judging(group, verdict, max_tries)
+    return verdict.error and fail_judging(group, verdict.error, max_tries, rewarded=verdict.rewarded)
 
 
 def finished(members: int = 2) -> list[RolloutState]:
@@ -221,7 +222,7 @@ async def soon(value: Any) -> Any:
         ({"format": "ok"}, {"format": "ok"}),
     ],
 )
-def test_what_a_reward_may_be(value: Any, reward: Any, wrap: Callable[[Any], Any]) -> None:
+def test_a_reward_may_be_a_number_or_a_dict(value: Any, reward: Any, wrap: Callable[[Any], Any]) -> None:
     group = finished()
     assert judged(group, reward_fn=lambda state: wrap(value)) is None
     assert rewards(group) == [reward, reward]
@@ -232,8 +233,8 @@ def test_what_a_reward_may_be(value: Any, reward: Any, wrap: Callable[[Any], Any
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, "good", [1.0], {"score": "high"}, {"score": math.nan}, object()])
-def test_what_a_reward_may_not_be_costs_a_try_and_no_work(value: Any) -> None:
-    """A score of a group that was no number went into the samples, which then could not be stored."""
+def test_an_invalid_reward_costs_a_try_and_keeps_the_response(value: Any) -> None:
+    """A score that is not a number is not written into the samples: they could not be stored."""
     for functions in ({"reward_fn": lambda state: value}, {"group_reward_fn": lambda members: [0.5, value]}):
         group = finished()
         assert judged(group, **functions) is not None
@@ -244,7 +245,7 @@ def test_what_a_reward_may_not_be_costs_a_try_and_no_work(value: Any) -> None:
         assert all(state.error_msg for state in group)
 
 
-def test_a_reward_that_is_no_number_is_said_to_be_returned() -> None:
+def test_the_error_for_a_reward_that_is_not_a_number_names_the_function_that_returned_it() -> None:
     def score(state: RolloutState) -> float:
         return math.nan
 
@@ -255,7 +256,7 @@ def test_a_reward_that_is_no_number_is_said_to_be_returned() -> None:
 
 
 @simulated
-async def test_a_reward_that_cannot_be_stored_is_blamed_on_the_reward() -> None:
+async def test_the_error_for_a_reward_that_cannot_be_stored_names_the_reward() -> None:
     producer = Producer(max_tries=1, members=1, reward_fn=lambda state: {"score": 1.0, "x": object()})
     with pytest.raises(TooManyFailures, match=r"the reward cannot be stored: .*\$\[0\]\.reward\.x"):
         await producer.produce(1)
@@ -296,7 +297,7 @@ def test_a_reward_may_be_set_by_the_function_itself() -> None:
         assert rewards(group) == [{"score": 0.5}] * 2
 
 
-def test_a_reward_that_was_neither_returned_nor_set_is_an_error_that_names_function_and_sample() -> None:
+def test_the_error_for_a_missing_reward_names_the_function_and_the_sample() -> None:
     def score(state: RolloutState) -> float | None:
         return 1.0 if state.rollout_id == 0 else None
 
@@ -319,7 +320,7 @@ def test_a_reward_that_was_neither_returned_nor_set_is_an_error_that_names_funct
         assert statuses(group) == [Status.ABORTED] * 2
 
 
-def test_a_reward_function_that_returns_its_samples_is_told_what_to_return() -> None:
+def test_a_reward_function_that_returns_its_samples_is_refused() -> None:
     for problem in (
         judged(finished(), reward_fn=lambda state: state),
         judged(finished(), group_reward_fn=lambda members: members),
@@ -329,22 +330,22 @@ def test_a_reward_function_that_returns_its_samples_is_told_what_to_return() -> 
 
 
 @pytest.mark.parametrize("value", [[1.0], [1.0] * 3, 5, "ab", {"a": 1, "b": 2}])
-def test_rewards_of_a_group_are_as_many_as_its_members(value: Any) -> None:
+def test_a_group_reward_must_return_one_reward_per_member(value: Any) -> None:
     group = finished()
     assert judged(group, group_reward_fn=lambda members: value) is not None
     assert rewards(group) == [None, None]
     assert statuses(group) == [Status.ABORTED] * 2
 
 
-def test_rewards_of_a_group_may_be_an_array_or_none() -> None:
+def test_group_rewards_may_be_an_array_or_none() -> None:
     group = finished()
     assert judged(group, group_reward_fn=lambda members: np.array([0.0, 1.0])) is None
     assert rewards(group) == [{"score": 0.0}, {"score": 1.0}]
     assert judged(group, group_reward_fn=lambda members: None) is None
-    assert rewards(group) == [{"score": 0.0}, {"score": 1.0}]  # it leaves what the loop gave
+    assert rewards(group) == [{"score": 0.0}, {"score": 1.0}]  # the rewards are unchanged
 
 
-def test_samples_are_rewarded_at_the_same_time() -> None:
+def test_samples_are_rewarded_concurrently() -> None:
     async def main() -> float:
         await Judge(reward_fn=lambda state: soon(0.5)).judge(finished(8))
         return now()
@@ -352,7 +353,7 @@ def test_samples_are_rewarded_at_the_same_time() -> None:
     assert simulate.run(main) == 1
 
 
-def test_one_reward_that_raises_keeps_no_sibling_from_its_own() -> None:
+def test_a_reward_that_raises_does_not_affect_the_other_members() -> None:
     def some(state: RolloutState) -> float:
         if state.rollout_id == 1:
             raise KeyError("gold")
@@ -370,7 +371,7 @@ def test_one_reward_that_raises_keeps_no_sibling_from_its_own() -> None:
         assert [state.num_tries for state in group] == [0, 1, 0]
 
 
-def test_a_reward_that_cancels_itself_is_a_failure_like_any_other() -> None:
+def test_a_reward_that_cancels_itself_fails() -> None:
     async def cancels(state: RolloutState) -> float:
         if state.rollout_id == 1:
             raise asyncio.CancelledError
@@ -388,7 +389,7 @@ def test_rewards_that_the_agent_loop_gave_are_kept() -> None:
     assert rewards(group) == [{"score": 9.0}, {"score": 0.5}]
 
 
-def test_only_finished_members_are_rewarded_and_only_whole_groups_judged_together() -> None:
+def test_only_completed_members_are_rewarded_and_only_complete_groups_filtered() -> None:
     seen: list[int | None] = []
 
     def reward(state: RolloutState) -> float:
@@ -406,10 +407,10 @@ def test_only_finished_members_are_rewarded_and_only_whole_groups_judged_togethe
     assert seen == [0, 0]
 
 
-def test_one_kind_of_reward_is_enough() -> None:
+def test_two_kinds_of_rewards_are_refused() -> None:
     with pytest.raises(InvalidConfig, match="one of them"):
         Judge(reward_fn=lambda state: 1, group_reward_fn=lambda group: [1])
-    with pytest.raises(InvalidConfig, match="no function"):
+    with pytest.raises(InvalidConfig, match="not a function"):
         Judge(filters=(5,))  # type: ignore[arg-type]
     assert Judge().idle
     assert not Judge(reward_fn=lambda state: 1).idle
@@ -423,7 +424,7 @@ def test_one_kind_of_reward_is_enough() -> None:
     ("verdict", "reason"),
     [(True, None), (np.bool_(True), None), (False, "filtered"), (np.bool_(False), "filtered"), ("dull", "dull")],
 )
-def test_what_a_filter_may_answer(verdict: Any, reason: str | None, wrap: Callable[[Any], Any]) -> None:
+def test_a_filter_may_return_a_bool_or_a_reason(verdict: Any, reason: str | None, wrap: Callable[[Any], Any]) -> None:
     group = finished()
     assert judged(group, filters=(lambda members: wrap(verdict),)) is None
     expected = Status.COMPLETED if reason is None else Status.FILTERED
@@ -431,13 +432,13 @@ def test_what_a_filter_may_answer(verdict: Any, reason: str | None, wrap: Callab
 
 
 @pytest.mark.parametrize("verdict", [None, 1, 0, 0.5, [], object(), np.array([True, False])])
-def test_what_a_filter_may_not_answer_costs_a_try_and_no_work(verdict: Any) -> None:
+def test_an_invalid_verdict_costs_a_try_and_keeps_the_response(verdict: Any) -> None:
     group = finished()
     assert "expected True, False or a reason" in (judged(group, filters=(lambda members: verdict,)) or "")
     assert [(state.status, state.num_tries, state.response) for state in group] == [(Status.ABORTED, 1, "391")] * 2
 
 
-def test_filters_are_asked_in_turn_and_the_first_that_rejects_has_the_say() -> None:
+def test_filters_run_in_order_until_one_rejects() -> None:
     asked = []
 
     def filter_of(name: str, verdict: bool | str) -> Any:
@@ -453,8 +454,8 @@ def test_filters_are_asked_in_turn_and_the_first_that_rejects_has_the_say() -> N
     assert group[0].error_msg == "dull"
 
 
-def test_a_judge_cannot_take_members_out_of_a_group() -> None:
-    """The list that they were given was the group itself."""
+def test_a_user_function_cannot_remove_members_from_a_group() -> None:
+    """User functions get a copy of the list."""
 
     def greedy(group: list[RolloutState]) -> bool:
         group.clear()
@@ -478,13 +479,13 @@ def scored(*scores: float | None) -> list[RolloutState]:
     ]
 
 
-def test_groups_of_one_score_are_rejected() -> None:
+def test_groups_with_equal_scores_are_rejected() -> None:
     assert reject_zero_std(scored(1.0, 1.0, 1.0)) == "zero_std"
     assert reject_zero_std(scored(1.0, 0.0)) is True
-    assert reject_zero_std(scored(1.0)) is True  # a group of one has no others to differ from
+    assert reject_zero_std(scored(1.0)) is True  # a group of one cannot differ
 
 
-def test_groups_with_an_answer_that_was_cut_off_are_rejected() -> None:
+def test_groups_with_a_truncated_response_are_rejected() -> None:
     group = scored(1.0, 0.0)
     assert reject_truncated(group) is True
     group[1].finish_reason = "length"
@@ -495,7 +496,7 @@ def test_groups_with_an_answer_that_was_cut_off_are_rejected() -> None:
 
 
 @simulated
-async def test_groups_are_rewarded_and_filtered_on_their_way_into_the_buffer() -> None:
+async def test_groups_are_rewarded_and_filtered_before_they_are_stored() -> None:
     producer = Producer(
         reward_fn=lambda state: float((state.rollout_id or 0) % 4 == 0),
         is_valid_sample_fn=[reject_truncated, reject_zero_std],
@@ -504,13 +505,13 @@ async def test_groups_are_rewarded_and_filtered_on_their_way_into_the_buffer() -
     assert ids(await producer.train(2)) == [0, 2]
     assert set((await producer.buffer.reasons())[TASK]) == {"zero_std"}
     figures = producer.strategy.figures(TASK)
-    # Raw: before the filter.
+    # Raw rewards are those before the filter.
     assert figures.reward_count == figures.samples
     assert 0 < figures.reward_sum / figures.reward_count < 0.5
 
 
 @simulated
-async def test_a_reward_that_raises_keeps_the_response_and_is_only_asked_again() -> None:
+async def test_a_reward_that_raises_is_repeated_and_the_response_is_kept() -> None:
     calls, asked = Counted(), []
 
     async def stumbling(state: RolloutState) -> float:
@@ -533,7 +534,7 @@ async def test_a_reward_that_raises_keeps_the_response_and_is_only_asked_again()
 
 
 @pytest.mark.parametrize("part", ["reward_fn", "group_reward_fn", "is_valid_sample_fn"])
-def test_a_judge_that_raises_for_all_groups_ends_producing(part: str) -> None:
+def test_producing_ends_if_the_judge_raises_for_all_groups(part: str) -> None:
     @simulated
     async def main() -> None:
         calls, asked = Counted(), 0
@@ -547,9 +548,9 @@ def test_a_judge_that_raises_for_all_groups_ends_producing(part: str) -> None:
         producer = Producer(calls, members=1, max_tries=3, **functions)
         with pytest.raises(RewardUnavailable, match="no gold answer"):
             await producer.produce(1)
-        # The first one, alone, may have been the cause itself.
+        # The first group, alone, may have been the cause.
         assert await producer.ledger() == {"issued": 2, "failed": 1, "buffered": 1}
-        assert asked > 4 * 20  # again and again for ten minutes before each try
+        assert asked > 4 * 20  # repeated for ten minutes before each try
         assert now() >= 4 * 570
         assert len(calls.samples) == 2  # judged three times, generated once
         (reason,) = (await producer.buffer.reasons())[TASK]
@@ -560,8 +561,8 @@ def test_a_judge_that_raises_for_all_groups_ends_producing(part: str) -> None:
 
 
 @simulated
-async def test_a_judge_that_cancels_itself_does_not_go_on_for_ever() -> None:
-    """It cost no try: the group was judged again and again, in no time."""
+async def test_a_judge_that_cancels_itself_is_not_repeated_forever() -> None:
+    """Each attempt costs a try."""
 
     def cancels(group: list[RolloutState]) -> bool:
         raise asyncio.CancelledError
@@ -574,7 +575,7 @@ async def test_a_judge_that_cancels_itself_does_not_go_on_for_ever() -> None:
 
 @simulated
 async def test_rewards_of_kept_members_stay_and_a_group_reward_is_computed_again() -> None:
-    """The reference sends kept siblings through the engine and the judge again."""
+    """The reference generates and judges kept members again."""
     calls = Counted()
 
     async def one_fails(state: RolloutState) -> None:
@@ -600,7 +601,7 @@ async def test_rewards_of_kept_members_stay_and_a_group_reward_is_computed_again
         asked.append([state.rollout_id for state in group])
         return [0.0, 1.0]
 
-    # Nothing is asked before the group is whole; and again when it is whole once more.
+    # The group reward is called when the group is complete, and again when it is complete again.
     stumbles = iter([False, True])
 
     def accepts(group: list[RolloutState]) -> bool:
@@ -617,7 +618,7 @@ async def test_rewards_of_kept_members_stay_and_a_group_reward_is_computed_again
 
 
 @simulated
-async def test_a_judge_slower_than_a_pause_is_asked_again_without_generating_and_without_a_try() -> None:
+async def test_judging_that_a_pause_stops_is_repeated_without_generating_and_without_a_try() -> None:
     calls, asked = Counted(), []
 
     async def slow(state: RolloutState) -> float:
@@ -641,7 +642,7 @@ async def test_a_judge_slower_than_a_pause_is_asked_again_without_generating_and
 
 
 @simulated
-async def test_a_judge_that_is_done_in_time_is_heard_in_a_pause() -> None:
+async def test_a_judge_that_ends_in_time_counts_in_a_pause() -> None:
     async def reward(state: RolloutState) -> float:
         await asyncio.sleep(9)
         return 0.5
@@ -651,13 +652,13 @@ async def test_a_judge_that_is_done_in_time_is_heard_in_a_pause() -> None:
     await asyncio.sleep(5)
     await producer.strategy.pause()
     assert now() == 9
-    assert not (await producing).complete  # it ended when the pause came
+    assert not (await producing).complete  # the pause ended it
     assert rewards(await producer.only(Status.COMPLETED)) == [{"score": 0.5}]
 
 
 @simulated
-async def test_judging_left_from_an_earlier_batch_is_short_of_time_too() -> None:
-    """It waited for a pause that had been forgotten by the next batch, and held the pause up for five minutes."""
+async def test_judging_left_from_an_earlier_batch_is_limited_in_a_pause_too() -> None:
+    """The limit of a pause holds for judging that began before the current batch."""
 
     async def reward(state: RolloutState) -> float:
         await asyncio.sleep(1 if (state.group_id or 0) != 1 else 1000)
@@ -673,8 +674,8 @@ async def test_judging_left_from_an_earlier_batch_is_short_of_time_too() -> None
 
 
 @simulated
-async def test_a_pause_that_is_given_up_costs_no_judging_a_try() -> None:
-    """Its judge was taken for one that had used up an hour."""
+async def test_an_abandoned_pause_costs_no_try_of_judging() -> None:
+    """The time of the pause does not count toward the limit of judging."""
 
     async def reward(state: RolloutState) -> float:
         await asyncio.sleep(60)
@@ -694,7 +695,7 @@ async def test_a_pause_that_is_given_up_costs_no_judging_a_try() -> None:
 
 
 @simulated
-async def test_a_judge_that_hangs_is_given_up_like_a_loop_that_does() -> None:
+async def test_a_judge_that_hangs_is_cancelled() -> None:
     async def hanging(state: RolloutState) -> float:
         if not state.num_tries:
             await never(state)
@@ -710,7 +711,7 @@ async def test_a_judge_that_hangs_is_given_up_like_a_loop_that_does() -> None:
 
 
 @simulated
-async def test_a_judge_that_ignores_the_cancel_cannot_change_what_is_stored() -> None:
+async def test_a_judge_that_ignores_its_cancel_cannot_change_stored_samples() -> None:
     async def stubborn(state: RolloutState) -> float:
         if state.num_tries:
             return 0.5
@@ -732,7 +733,7 @@ async def test_a_judge_that_ignores_the_cancel_cannot_change_what_is_stored() ->
 
 
 @simulated
-async def test_a_cancel_while_judging_keeps_the_response_and_spends_nothing() -> None:
+async def test_a_cancel_while_judging_keeps_the_response_and_spends_no_try() -> None:
     calls = Counted()
     producer = Producer(calls, members=2, reward_fn=lambda state: soon(0.5))
     producing = asyncio.create_task(producer.produce(1))
@@ -746,14 +747,14 @@ async def test_a_cancel_while_judging_keeps_the_response_and_spends_nothing() ->
 
 
 @simulated
-async def test_a_verdict_that_is_there_when_the_cancel_comes_stands() -> None:
+async def test_a_verdict_that_arrives_with_a_cancel_counts() -> None:
     producer = Producer(members=1, reward_fn=lambda state: soon(0.5), is_valid_sample_fn=lambda group: "dull")
     producing = asyncio.create_task(producer.produce(1))
     asyncio.get_running_loop().call_at(1, producing.cancel)
     await asyncio.wait((producing,))
     await producer.check_idle()
     ledger = await producer.ledger()
-    # Either order of the two is right: it was judged, or it waits to be.
+    # Either order of the two is correct: it was judged, or it waits for that.
     assert ledger.get("filtered", 0) + ledger["buffered"] == ledger["issued"]
     for record in await producer.records():
         assert record.status is Status.ABORTED
@@ -762,7 +763,7 @@ async def test_a_verdict_that_is_there_when_the_cancel_comes_stands() -> None:
 
 @simulated
 async def test_finished_groups_without_a_judge_stay_completed_when_they_are_cancelled() -> None:
-    """They were drawn again, to be judged by nobody."""
+    """Without a judge there is nothing to repeat."""
 
     class Late(FunctionAgentLoop):
         async def generate_group(
@@ -781,7 +782,7 @@ async def test_finished_groups_without_a_judge_stay_completed_when_they_are_canc
 
 
 @simulated
-async def test_expired_groups_that_waited_to_be_judged_are_generated_again() -> None:
+async def test_expired_unjudged_groups_are_generated_again() -> None:
     calls = Counted()
     producer = running_ahead(calls, members=1, max_staleness=0, reward_fn=lambda state: soon(0.5))
     producing = asyncio.create_task(producer.produce(1, 1))
@@ -829,7 +830,7 @@ def test_numpy_rewards_can_be_stored(tmp_path: Path) -> None:
 
 
 def test_numpy_scores_inside_a_dict_can_be_stored(tmp_path: Path) -> None:
-    """The response was thrown away, because its reward could not be stored."""
+    """The response is kept."""
 
     async def main() -> None:
         async with ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db")) as buffer:
@@ -843,7 +844,7 @@ def test_numpy_scores_inside_a_dict_can_be_stored(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_rewards_of_what_could_not_be_stored_are_not_counted(tmp_path: Path) -> None:
+def test_rewards_of_samples_that_could_not_be_stored_are_not_counted(tmp_path: Path) -> None:
     async def main() -> None:
         async def once(state: RolloutState) -> None:
             answer(state)
@@ -859,8 +860,8 @@ def test_rewards_of_what_could_not_be_stored_are_not_counted(tmp_path: Path) -> 
 
 
 @simulated
-async def test_a_judge_that_spoils_a_sample_does_not_lose_its_group() -> None:
-    """Its task ended with an error of ours, and the group stayed in flight."""
+async def test_a_group_is_returned_even_if_a_judge_corrupts_a_sample() -> None:
+    """The group does not stay in flight."""
     calls = Counted()
 
     def spoils(group: list[RolloutState]) -> bool:

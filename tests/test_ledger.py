@@ -6,23 +6,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import InvalidInput
-from forebay.ledger import (
+from forebay.core.ledger import (
     MOVES,
     OTHER_REASONS,
     Account,
+    Clock,
     End,
     Event,
     Place,
-    Watermark,
     arrival_event,
     check_move,
     close_line,
     open_ledger,
     take_event,
 )
-from forebay.rollout import Status
-from forebay.staleness import Floors, Limits
+from forebay.core.rollout import Status
+from forebay.core.staleness import Floors, Limits
+from forebay.errors import InvalidInput
 
 # The table as it is specified: event, where the group is (None: nowhere yet), where it goes.
 _TABLE: list[tuple[Event, set[Place | None], Place | End]] = [
@@ -104,8 +104,19 @@ def test_what_is_stale_on_arrival_is_stale_whatever_its_status(place: Place | No
     assert arrival_event(place, status, stale=True) is Event.STALE
 
 
-def test_a_watermark_knows_its_floors() -> None:
-    assert Watermark(9, Limits(stale_threshold=4)).floors == Floors(oldest=5)
+def test_an_account_knows_its_floors() -> None:
+    assert Account(train_step=9, limits=Limits(stale_threshold=4)).floors == Floors(oldest=5)
+    assert Account(limits=Limits(stale_threshold=4)).floors == Floors()
+
+
+def test_clocks_only_move_forward_and_limits_are_replaced() -> None:
+    account = Account()
+    assert account.advance(Clock(train_step=5, limits=Limits(2)))
+    assert not account.advance(Clock(train_step=4))
+    assert account.advance(Clock(model_step=3, limits=Limits(1)))
+    assert (account.train_step, account.model_step, account.limits) == (5, 3, Limits(1))
+    account.rewind(2)
+    assert (account.train_step, account.model_step) == (3, 2)
 
 
 # --- accounts -----------------------------------------------------------------------------------------

@@ -43,7 +43,8 @@ from forebay import (
     Timeouts,
     TooManyFailures,
 )
-from forebay.arguments import RESERVED_NAMES
+from forebay.buffer.internal import internals
+from forebay.core.validate import RESERVED_NAMES
 from forebay.manager.base import Manager
 from forebay.testing import make_group
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, check_ledger, run
@@ -194,7 +195,9 @@ async def test_groups_that_are_left_over_are_used_next_time() -> None:
     second = await plane.manager.produce_batch(2, 2, model_step=1)
     left = {0, 1, 2} - set(ids(first.groups))
     assert left < set(ids(second.groups))
-    assert (await plane.buffer.position("math"))[0] == 6, "one there, one again, two new ones beyond the target"
+    assert (await internals(plane.buffer).position("math"))[0] == 6, (
+        "one there, one again, two new ones beyond the target"
+    )
     await plane.check_idle()
 
 
@@ -380,9 +383,9 @@ async def test_a_request_is_for_one_batch() -> None:
     plane = colocated()
     request = plane.manager.produce_batch(1, 1, model_step=0)
     await request
-    with pytest.raises(InvalidInput, match="asked for already"):
+    with pytest.raises(InvalidInput, match="already asked for"):
         await request
-    with pytest.raises(InvalidInput, match="asked for already"):
+    with pytest.raises(InvalidInput, match="already asked for"):
         async with request:
             pass
 
@@ -644,7 +647,7 @@ async def test_weights_too_old_for_the_step_generated_without_end() -> None:
 async def test_one_task_that_fills_the_buffer_before_the_other_hung_the_run() -> None:
     buffer = ReplayBuffer(max_groups=5)
     plane = colocated({"a": 1, "b": 1}, buffer=buffer, make=AsyncProduceStrategy, over_sample_threshold=1.0)
-    with pytest.raises(InvalidConfig, match=r"room for 4 of task 'a', 4 of task 'b' .* max_groups=5"):
+    with pytest.raises(InvalidConfig, match=r"needs 4 of task 'a', 4 of task 'b' .* max_groups=5"):
         await plane.manager.produce_batch(4, 1, model_step=0)
     plane = colocated(
         {"a": 1, "b": 1}, buffer=ReplayBuffer(max_groups=8), make=AsyncProduceStrategy, over_sample_threshold=1.0
@@ -658,7 +661,7 @@ async def test_a_step_that_was_acknowledged_is_refused_with_the_next_one() -> No
     plane = colocated()
     for step in (1, 2):
         await plane.manager.produce_batch(1, step, model_step=step - 1)
-    with pytest.raises(InvalidInput, match="train step 2 was acknowledged already; the next one is 3"):
+    with pytest.raises(InvalidInput, match="train step 2 was already acknowledged; the next one is 3"):
         await plane.manager.produce_batch(1, 2, model_step=1)
     assert len((await plane.manager.produce_batch(1, 3, model_step=2)).groups) == 1
 
@@ -667,7 +670,7 @@ async def test_a_step_that_was_acknowledged_is_refused_with_the_next_one() -> No
 async def test_weights_older_than_those_in_use_are_refused() -> None:
     plane = colocated()
     await plane.manager.produce_batch(1, 5, model_step=4)
-    with pytest.raises(InvalidInput, match="model_step is 3, but weights of step 4 were used already"):
+    with pytest.raises(InvalidInput, match="model_step is 3, but weights of step 4 were already used"):
         await plane.manager.produce_batch(1, 6, model_step=3)
     assert plane.manager.model_step == 4
 
@@ -677,7 +680,7 @@ async def test_two_calls_at_once_are_refused() -> None:
     plane = colocated(loop=after(5))
     producing = asyncio.ensure_future(plane.manager.produce_batch(1, 1, model_step=0).__aenter__())
     await asyncio.sleep(1)
-    with pytest.raises(InvalidInput, match="being produced already; one call at a time"):
+    with pytest.raises(InvalidInput, match="already being produced; one call at a time"):
         await plane.manager.produce_batch(1, 1, model_step=0)
     assert len((await producing).groups) == 1
 
@@ -819,7 +822,7 @@ def test_tasks_that_do_not_fit_are_refused_by_name(kind: type[Manager]) -> None:
         ([make_task(buffer), make_task(buffer, "code", weight=-1)], "the weight of task 'code' is -1"),
         ([make_task(other)], "the strategy of task 'math' was made for another buffer"),
         ([make_task(buffer, strategy=strategy)], "'math' counts on new weights every 2 steps, the manager on every 1"),
-        ([make_task(buffer), "code"], "'code' is no task; expected Task"),
+        ([make_task(buffer), "code"], "'code' is not a task; expected Task"),
     ):
         with pytest.raises(InvalidConfig, match=says):
             kind(tasks, buffer)  # type: ignore[arg-type]
@@ -856,14 +859,17 @@ def test_a_task_is_not_named_like_figures(name: str) -> None:
     async def put() -> None:
         await ReplayBuffer().put(make_group(), name)
 
+    async def limit() -> None:
+        await ReplayBuffer().set_limits(name, stale_threshold=1)
+
     for enters in (
         lambda: make_task(ReplayBuffer(), name),
         lambda: TaskConfig(name=name),
-        lambda: ReplayBuffer().set_limits(name, stale_threshold=1),
+        lambda: asyncio.run(limit()),
         lambda: asyncio.run(draw()),
         lambda: asyncio.run(put()),
     ):
-        with pytest.raises(InvalidInput, match=f"task_name is {name!r}, and figures are called so .*another name"):
+        with pytest.raises(InvalidInput, match=f"task_name is {name!r}, but names of figures contain .*another name"):
             enters()
 
 
@@ -896,13 +902,14 @@ async def test_a_sampler_whose_own_sample_nobody_would_call_is_refused() -> None
 
 
 @simulated
-async def test_the_limits_of_a_task_hold_before_it_has_produced_anything() -> None:
-    """They were set at the first production: what was handed out before that was as old as an earlier run allowed."""
+async def test_the_limits_of_a_task_replace_those_of_an_earlier_run_before_a_batch_is_handed_out() -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", stale_threshold=9)
+    await buffer.set_limits("math", stale_threshold=9)
     await buffer.put(make_group(model_step=0), "math", model_step=0)
-    colocated(buffer=buffer)
-    assert await buffer.try_lease({"math": 1}, train_step=4) is None
+    plane = colocated(buffer=buffer)
+    async with plane.manager.produce_batch(1, 4, model_step=3) as batch:
+        spans = [state.version_spans for group in batch.groups for state in group]
+        assert {model_step for runs in spans for model_step, _ in runs} == {3}, "the old group expired"
 
 
 # --- looking --------------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ from forebay import (
     Status,
     Storage,
 )
-from forebay.checkpoint import ENVELOPE, open_checkpoint
+from forebay.buffer.internal import internals
+from forebay.checkpoint.format import ENVELOPE, open_checkpoint
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from forebay.testing.simulate import SimulatedLoop, check_ledger, run
@@ -43,7 +44,7 @@ def _no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fresh(tmp_path: Path) -> Callable[[], Path]:
-    """A directory of its own for every call: a simulated test runs several times."""
+    """A new directory for every call: a simulated test runs several times."""
     made: list[Path] = []
 
     def make() -> Path:
@@ -88,7 +89,7 @@ def half_way(fresh: Callable[[], Path], model_step: int, *, prompts_only: bool) 
             assert await plane.ledger() == {"issued": 8, "in_flight": 2, "buffered": 2, "leased": 2, "trained": 2}
             await plane.manager.save(directory, model_step, no_save_replay_buffer=prompts_only)
             await leased.lease.ack()
-            assert (await plane.ledger())["trained"] == 4, "the one that was saved goes on undisturbed"
+            assert (await plane.ledger())["trained"] == 4, "the run that was saved continues undisturbed"
 
         other = disaggregated(loop=after(1), interval=4)
         assert await other.manager.resume(directory) == model_step
@@ -97,7 +98,7 @@ def half_way(fresh: Callable[[], Path], model_step: int, *, prompts_only: bool) 
         there, under_way = ("init", "init") if prompts_only else ("completed", "aborted")
         expected = dict.fromkeys(range(trained, 6), there) | dict.fromkeys((6, 7), under_way)
         assert await held(other.buffer) == expected
-        assert (await other.buffer.position("math"))[0] == 8
+        assert (await internals(other.buffer).position("math"))[0] == 8
         progress = other.manager.progress
         assert (progress.next_consumer_step, sum(progress.consumed.values())) == (model_step + 1, trained)
         assert progress.producer_future_step == (model_step + 1 if prompts_only else 4)
@@ -122,7 +123,7 @@ def test_a_checkpoint_in_the_middle_of_everything_is_exact(
 
 
 @simulated
-async def test_a_run_goes_on_with_the_same_mix() -> None:
+async def test_a_run_continues_with_the_same_mix() -> None:
     whole, parts = colocated({"a": 3, "b": 2, "c": 1}), colocated({"a": 3, "b": 2, "c": 1})
     sizes = [(await whole.manager.produce_batch(4, step, model_step=step - 1)).task_batch_sizes for step in range(1, 9)]
     for step in range(1, 9):
@@ -132,7 +133,7 @@ async def test_a_run_goes_on_with_the_same_mix() -> None:
         assert (await parts.manager.produce_batch(4, step, model_step=step - 1)).task_batch_sizes == sizes[step - 1]
 
 
-def test_a_colocated_run_goes_on_where_it_was(fresh: Callable[[], Path]) -> None:
+def test_a_colocated_run_continues_where_it_was(fresh: Callable[[], Path]) -> None:
     @simulated
     async def test() -> None:
         directory = fresh()
@@ -148,7 +149,7 @@ def test_a_colocated_run_goes_on_where_it_was(fresh: Callable[[], Path]) -> None
         assert await other.manager.resume(directory) == 2
         assert {name: await held(other.buffer, name) for name in "ab"} == before
         assert await other.buffer.ledger() == await plane.buffer.ledger()
-        with pytest.raises(InvalidInput, match="train step 2 was acknowledged already"):
+        with pytest.raises(InvalidInput, match="train step 2 was already acknowledged"):
             await other.manager.produce_batch(3, 2, model_step=2)
         assert len((await other.manager.produce_batch(3, 3, model_step=2)).groups) == 3
 
@@ -217,14 +218,14 @@ async def test_a_checkpoint_without_responses_has_a_fraction_of_the_size(tmp_pat
     assert size(tmp_path / "prompts") < 0.05 * size(tmp_path / "full"), "every member had a copy of the prompt"
     other = disaggregated(members=8, prompts=prompts, interval=4)
     await other.manager.resume(tmp_path / "prompts")
-    for group in await other.buffer.redraw(20, "math"):
+    for group in await internals(other.buffer).redraw(20, "math"):
         record = prompts[group[0].group_id or 0]
         assert [list(state.prompt_ids or ()) for state in group] == [record["prompt_ids"]] * 8
         assert [list(state.tokens or ()) for state in group] == [record["prompt_ids"]] * 8, "as they were issued"
         assert {(state.response_ids, state.logprobs, state.reward) for state in group} == {(None, None, None)}
 
 
-def test_a_manifest_that_does_not_say_is_treated_as_having_the_buffer(fresh: Callable[[], Path]) -> None:
+def test_a_manager_manifest_without_replay_buffer_saved_counts_as_saved(fresh: Callable[[], Path]) -> None:
     @simulated
     async def test() -> None:
         directory = fresh()
@@ -260,7 +261,7 @@ class Remembers(FunctionAgentLoop):
         self.answered = state["answered"]
 
 
-def test_what_agent_loops_remember_is_saved_and_restored(fresh: Callable[[], Path]) -> None:
+def test_the_state_of_agent_loops_is_saved_and_restored(fresh: Callable[[], Path]) -> None:
     @simulated
     async def test() -> None:
         directory = fresh()
@@ -284,7 +285,7 @@ def test_what_agent_loops_remember_is_saved_and_restored(fresh: Callable[[], Pat
 
 @pytest.mark.parametrize("target", ["memory", "sqlite"])
 @pytest.mark.parametrize("source", ["memory", "sqlite"])
-async def test_a_plane_goes_on_in_another_storage(tmp_path: Path, source: str, target: str) -> None:
+async def test_a_plane_continues_in_another_storage(tmp_path: Path, source: str, target: str) -> None:
     def storage(kind: str, name: str) -> Storage:
         return MemoryStorage() if kind == "memory" else SQLiteStorage(tmp_path / f"{name}.db")
 
@@ -313,7 +314,7 @@ async def test_a_plane_goes_on_in_another_storage(tmp_path: Path, source: str, t
 
 
 @pytest.mark.parametrize("prompts_only", [False, True], ids=["full", "prompts"])
-async def test_the_same_store_is_rewound_and_what_was_trained_since_is_handed_out_again(
+async def test_the_same_store_is_rewound_and_groups_trained_since_are_handed_out_again(
     tmp_path: Path, prompts_only: bool
 ) -> None:
     def plane() -> Disaggregated:
@@ -343,7 +344,7 @@ async def test_the_same_store_is_rewound_and_what_was_trained_since_is_handed_ou
     await second.buffer.close()
 
 
-def test_each_kind_of_manager_goes_on_from_the_others_checkpoint(fresh: Callable[[], Path]) -> None:
+def test_each_kind_of_manager_continues_from_the_others_checkpoint(fresh: Callable[[], Path]) -> None:
     """The reference cannot."""
 
     @simulated
@@ -367,7 +368,7 @@ def test_each_kind_of_manager_goes_on_from_the_others_checkpoint(fresh: Callable
     test()
 
 
-def test_a_checkpoint_of_a_buffer_alone_goes_on_at_the_step_after_its_weights(fresh: Callable[[], Path]) -> None:
+def test_a_checkpoint_of_a_buffer_alone_continues_at_the_step_after_its_weights(fresh: Callable[[], Path]) -> None:
     @simulated
     async def test() -> None:
         directory = fresh()
@@ -419,7 +420,7 @@ def test_tasks_may_be_added_and_removed(fresh: Callable[[], Path], caplog: pytes
     test()
 
 
-def test_another_batch_size_after_a_resume_was_refused_for_ever(fresh: Callable[[], Path]) -> None:
+def test_another_batch_size_is_accepted_after_a_resume(fresh: Callable[[], Path]) -> None:
     @simulated
     async def test() -> None:
         directory = fresh()
@@ -558,7 +559,7 @@ def test_weights_before_the_last_acknowledged_step_are_refused(fresh: Callable[[
 
 
 def saved_at(number: int | None, directory: Path, *, prompts_only: bool, seed: int) -> tuple[int, bool]:
-    """A run that is saved from a certain event on, and another that goes on from that; the events, and if it was."""
+    """Save a run at the given event and continue it in another run; returns the events, and whether it was saved."""
     events, saved = 0, False
 
     async def main() -> None:
@@ -616,7 +617,7 @@ async def go_on(directory: Path, trained: dict[int, list[tuple[str, int]]]) -> N
         there = await held(other.buffer, name)
         assert not set(mine) & set(there)
         ended = line["failed"] + line["filtered"] + line["discarded"]
-        assert len(mine) + len(there) + ended == (await other.buffer.position(name))[0], "a group is missing"
+        assert len(mine) + len(there) + ended == (await internals(other.buffer).position(name))[0], "a group is missing"
 
 
 def named(groups: Mapping[str, list[list[RolloutState]]]) -> list[tuple[str, int]]:
@@ -637,7 +638,7 @@ def test_g04_a_checkpoint_begun_at_any_point_is_exact(tmp_path: Path, prompts_on
     assert refused < len(numbers) / 10
 
 
-def test_a_step_acknowledged_between_the_call_and_the_snapshot_was_skipped_by_a_resume(
+def test_a_resume_does_not_skip_a_step_acknowledged_between_the_call_and_the_snapshot(
     fresh: Callable[[], Path],
 ) -> None:
     @simulated
@@ -737,13 +738,13 @@ def lose_the_weights(directory: Path) -> None:
         (make_it_foreign, "is not the manifest of a checkpoint"),
         (damage_the_progress, "the progress in a checkpoint cannot be read"),
         (lose_the_progress, "the progress in a checkpoint cannot be read"),
-        (break_the_manager, "what a manager saved in the checkpoint at .* cannot be read"),
-        (break_the_loops, "what a manager saved in the checkpoint at .* cannot be read"),
+        (break_the_manager, "the state of the manager in the checkpoint at .* is damaged"),
+        (break_the_loops, "the state of the manager in the checkpoint at .* is damaged"),
         (lose_the_weights, "does not say which weights it goes with"),
     ],
 )
 @pytest.mark.parametrize("make", [colocated, disaggregated])
-def test_a_checkpoint_that_is_not_one_is_refused_and_changes_nothing(
+def test_an_invalid_checkpoint_is_refused_and_changes_nothing(
     tmp_path: Path, damage: Callable[[Path], None], says: str, make: Callable[..., Plane[Any]]
 ) -> None:
     async def main() -> None:
@@ -790,7 +791,7 @@ def test_a_manifest_of_another_program_is_not_overwritten(fresh: Callable[[], Pa
         directory = fresh()
         directory.mkdir()
         make_it_foreign(directory)
-        with pytest.raises(InvalidInput, match="would be overwritten"):
+        with pytest.raises(InvalidInput, match="would overwrite it"):
             await colocated().manager.save(directory, 0)
 
     test()

@@ -1,4 +1,4 @@
-"""Members around an attempt: one bad answer costs that member, and its siblings keep their work."""
+"""Members before and after an attempt: one bad answer costs that member only; the others keep their responses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.test_strategy import (
     statuses,
 )
 
-# --- the pure part ----------------------------------------------------------------------------------------
+# --- pure functions ---------------------------------------------------------------------------------------
 
 
 def issued(members: int = 3, **fields: Any) -> list[RolloutState]:
@@ -39,7 +39,7 @@ def issued(members: int = 3, **fields: Any) -> list[RolloutState]:
 
 
 def answered(prompts: Sequence[RolloutState]) -> list[RolloutState]:
-    """What a loop that does its work returns."""
+    """The members that a correct loop returns."""
     _, working = prepare(prompts, partial=True)
     for state in working:
         answer(state)
@@ -50,7 +50,7 @@ def errors(members: Sequence[RolloutState]) -> list[str | None]:
     return [state.error_msg for state in members]
 
 
-def test_a_loop_gets_members_of_its_own() -> None:
+def test_a_loop_gets_copies_of_the_members() -> None:
     prompts = issued(extra_fields={"tool": {"calls": []}}, reward_model={"answer": [4]}, tools=[{"name": "python"}])
     kept, working = prepare(prompts, partial=False)
     for state in working:
@@ -86,7 +86,7 @@ def test_text_without_tokens_is_not_kept_without_partial_rollout() -> None:
     assert kept.response is None
 
 
-def test_an_unjudged_member_waits_to_be_judged_only() -> None:
+def test_an_unjudged_member_is_not_generated_again() -> None:
     waiting = issued(1, status=Status.ABORTED, response_ids=[5], unjudged=True)
     assert is_answered(waiting[0])
     (kept,), (working,) = prepare(waiting, partial=False)
@@ -96,7 +96,7 @@ def test_an_unjudged_member_waits_to_be_judged_only() -> None:
 
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("reason", ["stop", "length", "tool_calls", None])
-def test_g13_a_finish_reason_never_completes_a_member_that_was_stopped(reason: str | None, partial: bool) -> None:
+def test_g13_a_finish_reason_never_completes_a_stopped_member(reason: str | None, partial: bool) -> None:
     def stopped() -> list[RolloutState]:
         return issued(1, status=Status.ABORTED, response_ids=[5], version_spans=((1, 1),), finish_reason=reason)
 
@@ -112,7 +112,7 @@ def test_g13_a_finish_reason_never_completes_a_member_that_was_stopped(reason: s
 
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("status", [Status.INIT, Status.EXPIRED])
-def test_g13_a_response_that_nobody_generated_is_dropped(status: Status, partial: bool) -> None:
+def test_g13_a_response_that_was_not_generated_is_dropped(status: Status, partial: bool) -> None:
     brought = issued(1, status=status, response_ids=[5], response="gold", finish_reason="stop")
     assert untrusted_responses(brought) == 1
     (kept,), (working,) = prepare(brought, partial=partial)
@@ -140,7 +140,7 @@ def test_g13_segments_of_one_rollout_start_again_together() -> None:
         ({"response_ids": [1]}, Status.COMPLETED),
     ],
 )
-def test_g13_what_cannot_be_trained_on_is_failed(fields: dict[str, Any], status: Status) -> None:
+def test_g13_a_completed_member_without_tokens_is_failed(fields: dict[str, Any], status: Status) -> None:
     prompts = issued(2)
     answers = prepare(prompts, partial=False)[1]
     for state in answers:
@@ -165,7 +165,7 @@ def test_g13_what_cannot_be_trained_on_is_failed(fields: dict[str, Any], status:
         {"logprobs": [7.0] * 4, "input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]},  # an agent trace has its own
     ],
 )
-def test_tokens_that_an_engine_may_give_are_taken(fields: dict[str, Any]) -> None:
+def test_values_that_an_engine_may_return_are_kept(fields: dict[str, Any]) -> None:
     (prompt,) = prompts = issued(1)
     (state,) = answers = answered(prompts)
     for name, value in fields.items():
@@ -173,7 +173,7 @@ def test_tokens_that_an_engine_may_give_are_taken(fields: dict[str, Any]) -> Non
     assert errors(collect([prompt], answers, partial=True, model_step=5)) == [None]
 
 
-def test_whole_answers_are_taken() -> None:
+def test_complete_answers_are_kept() -> None:
     prompts = issued()
     members = collect(prompts, answered(prompts), partial=False)
     assert statuses(members) == [Status.COMPLETED] * 3
@@ -218,9 +218,9 @@ def change(**fields: Any) -> Spoil:
         (change(logprobs=[-0.5, -0.5, 0.25]), "logprobs[2] of rollout 22 of group 7 is 0.25; expected"),
         (change(logprobs=np.array([-0.5, -0.5, np.nan], np.float32)), "logprobs[2] of rollout 22 of group 7 is nan"),
         (change(logprobs=np.array([0.5, -0.5, -0.5])), "logprobs[0] of rollout 22 of group 7 is 0.5"),
-        (change(response_mask=[1, 2, 0]), "response_mask[1] of rollout 22 of group 7 is 2; expected 0 and 1"),
+        (change(response_mask=[1, 2, 0]), "response_mask[1] of rollout 22 of group 7 is 2; expected only 0 and 1"),
         (change(response_mask=np.array([1, 0, 0.5])), "response_mask[2] of rollout 22 of group 7 is 0.5"),
-        (change(version_spans=((4, 2), (6, 1))), "name model step 6, but the engine has the weights of step 5"),
+        (change(version_spans=((4, 2), (6, 1))), "contain model step 6, but the engine has the weights of step 5"),
         (change(status=Status.INIT), "without a status"),
         (change(status=Status.EXPIRED), "expired"),
         (change(status=Status.ARCHIVED), "archived"),
@@ -232,29 +232,29 @@ def change(**fields: Any) -> Spoil:
         (change(reward=0.5), "reward"),
         (change(status=Status.FAILED, error_msg="the tool crashed"), "the tool crashed"),
         (change(status=Status.FAILED, finish_reason="content_filter"), "content_filter"),
-        (lambda returned: [returned[0], returned[1], returned[1], returned[2]], "stands twice"),
+        (lambda returned: [returned[0], returned[1], returned[1], returned[2]], "appears twice"),
         (lambda returned: [returned[0], "no sample", returned[2]], "did not return it"),
     ],
 )
-def test_a_bad_answer_fails_its_member_only(spoil: Spoil, error: str) -> None:
+def test_an_invalid_answer_fails_its_member_only(spoil: Spoil, error: str) -> None:
     prompts = issued()
     members = collect(prompts, spoil(answered(prompts)), partial=True, model_step=5)
     bad = members[1]
     assert (bad.status, bad.rollout_id, bad.group_id, bad.response_ids) == (Status.FAILED, 22, 7, None)
     assert error in (bad.error_msg or "")
     assert members[0].status is Status.COMPLETED
-    if members[2].status is not Status.COMPLETED:  # another member came back under its id
-        assert "stands twice" in (members[2].error_msg or "")
+    if members[2].status is not Status.COMPLETED:  # another member was returned under its id
+        assert "appears twice" in (members[2].error_msg or "")
 
 
 @pytest.mark.parametrize("returned", [None, 5, "text", {}, [], [None]])
-def test_what_is_no_list_of_samples_fails_all_members(returned: object) -> None:
+def test_a_result_that_is_not_a_list_of_samples_fails_all_members(returned: object) -> None:
     members = collect(issued(), returned, partial=True)
     assert statuses(members) == [Status.FAILED] * 3
     assert errors(members) == ["the agent loop did not return it"] * 3
 
 
-def test_samples_of_other_groups_are_left_out() -> None:
+def test_samples_of_other_groups_are_ignored() -> None:
     prompts = issued()
     strange = issued(1)[0]
     strange.rollout_id, strange.group_id = 77, 25
@@ -262,7 +262,7 @@ def test_samples_of_other_groups_are_left_out() -> None:
     assert [state.rollout_id for state in members] == [21, 22, 23]
 
 
-def test_kept_members_are_what_they_were_whatever_the_loop_makes_of_them() -> None:
+def test_kept_members_are_unchanged_whatever_the_loop_returns() -> None:
     prompts = issued()
     answer(prompts[0], 5)
     kept, working = prepare(prompts, partial=True)
@@ -275,7 +275,7 @@ def test_kept_members_are_what_they_were_whatever_the_loop_makes_of_them() -> No
     assert members[0].response_ids == [0, 1, 2, 3, 4]
 
 
-def test_a_rollout_may_come_back_as_several_segments() -> None:
+def test_a_rollout_may_be_returned_as_several_segments() -> None:
     prompts = issued(2)
     returned = answered(prompts)
     more = returned[0].__copy__()
@@ -285,7 +285,7 @@ def test_a_rollout_may_come_back_as_several_segments() -> None:
 
 
 @pytest.mark.parametrize("status", [Status.ABORTED, Status.FAILED])
-def test_segments_of_which_one_is_not_whole_collapse_to_what_was_issued(status: Status) -> None:
+def test_segments_with_an_incomplete_one_are_replaced_by_the_issued_sample(status: Status) -> None:
     prompts = issued(1)
     returned = answered(prompts)
     more = returned[0].__copy__()
@@ -303,8 +303,8 @@ def test_stopped_members_keep_their_tokens_only_with_partial_rollout() -> None:
         assert (member.status, member.response_ids) == (Status.ABORTED, tokens)
 
 
-def test_versions_in_front_are_kept_when_the_loop_builds_its_answer_anew() -> None:
-    """Its old tokens were stamped with the new weights, and looked younger than they were."""
+def test_earlier_versions_are_kept_when_the_loop_creates_a_new_sample() -> None:
+    """Otherwise old tokens would be recorded with the new weights."""
     prompts = issued(2, response_ids=[7, 8], version_spans=((1, 2),), status=Status.ABORTED)
     kept, _ = prepare(prompts, partial=True)
     anew = [
@@ -316,8 +316,8 @@ def test_versions_in_front_are_kept_when_the_loop_builds_its_answer_anew() -> No
     assert begun_again.version_spans == ()
 
 
-def test_a_sample_that_the_loop_built_anew_keeps_its_prompt() -> None:
-    """When it expired there was nothing to generate it again from."""
+def test_a_new_sample_of_the_loop_keeps_its_prompt() -> None:
+    """The prompt is needed to generate it again after it expires."""
     prompts = issued(1, extra_fields={"gold": "4"}, reward_model={"style": "rule"}, data_source="gsm8k")
     anew = RolloutState(message=[{"role": "user"}], rollout_id=21, extra_fields={"turns": 3}, status=Status.COMPLETED)
     anew.response = "4"
@@ -327,7 +327,7 @@ def test_a_sample_that_the_loop_built_anew_keeps_its_prompt() -> None:
     assert member.extra_fields == {"turns": 3, "gold": "4"}
 
 
-def test_messages_with_arrays_inside_do_not_trouble_anyone() -> None:
+def test_messages_may_contain_arrays() -> None:
     prompts = issued(2)
     returned = answered(prompts)
     for state in returned:
@@ -335,7 +335,7 @@ def test_messages_with_arrays_inside_do_not_trouble_anyone() -> None:
     assert statuses(collect(prompts, returned, partial=False)) == [Status.COMPLETED] * 2
 
 
-def test_tries_are_counted_by_member_and_the_last_one_is_final() -> None:
+def test_tries_are_counted_per_member_and_the_last_one_is_final() -> None:
     prompts = issued()
     prompts[1].num_tries = 1
     members = collect(prompts, answered(prompts)[:1], partial=False)
@@ -345,18 +345,18 @@ def test_tries_are_counted_by_member_and_the_last_one_is_final() -> None:
         (Status.FAILED, 2),
         (Status.ABORTED, 1),
     ]
-    assert errors(members)[2] == "the agent loop did not return it"  # kept, though it is tried again
+    assert errors(members)[2] == "the agent loop did not return it"  # kept, although it is generated again
 
 
-def test_what_was_stopped_from_outside_costs_no_try() -> None:
+def test_a_stop_from_outside_costs_no_try() -> None:
     prompts = issued(2, num_tries=1)
     members = collect(prompts, [], partial=False, missing="stopped")
     settle_tries(members, prompts, 3, spend=False)
     assert [(state.status, state.num_tries, state.error_msg) for state in members] == [(Status.ABORTED, 1, None)] * 2
 
 
-def test_new_tokens_are_those_beyond_what_there_was() -> None:
-    """A member that failed took the tokens of its sibling away from the count."""
+def test_new_tokens_are_counted_beyond_the_earlier_ones() -> None:
+    """The lost tokens of a failed member are not subtracted from those of the others."""
     prompts = issued(2, response_ids=[1, 2, 3, 4], version_spans=((0, 4),))
     members = [state.__copy__() for state in prompts]
     members[0].response_ids = None
@@ -368,7 +368,7 @@ def test_new_tokens_are_those_beyond_what_there_was() -> None:
 
 
 class Grouped(AgentLoop):
-    """Answers whole groups by a function of its own, first as it is told and then well."""
+    """Generates whole groups: the first attempts as a function says, later ones correctly."""
 
     def __init__(self, first: Callable[[list[RolloutState]], Any], times: int = 1) -> None:
         self.first = first
@@ -477,7 +477,7 @@ async def stored_group(producer: Producer, group_id: int) -> list[RolloutState]:
     ],
     ids=lambda first: first.__name__,
 )
-def test_siblings_keep_their_work_and_only_the_bad_one_is_tried_again(first: Any) -> None:
+def test_only_the_failed_member_is_generated_again(first: Any) -> None:
     @simulated
     async def main() -> None:
         loop = Grouped(first)
@@ -486,7 +486,7 @@ def test_siblings_keep_their_work_and_only_the_bad_one_is_tried_again(first: Any
         assert production.complete
         groups = 1
         while first in (hangs, ignores_the_cancel) and not await producer.records(group_id=0, status=Status.COMPLETED):
-            # It rested, and another took its place in the batch.
+            # It waited before its retry, and another group was used for the batch.
             groups += 1
             await asyncio.sleep(1)
             assert (await producer.produce(groups)).complete
@@ -504,7 +504,7 @@ def test_siblings_keep_their_work_and_only_the_bad_one_is_tried_again(first: Any
         assert "half" not in group[1].extra_fields
         ledger = await producer.ledger()
         assert ledger["buffered"] == ledger["issued"]
-        await asyncio.sleep(1_000_000)  # whoever was left behind has come to its end
+        await asyncio.sleep(1_000_000)  # loops that were left behind have ended
         group = await stored_group(producer, 0)
         assert [len(state.response_ids or ()) for state in group] == [7, 3, 7]
         assert all("zombie" not in state.extra_fields and len(state.message) == 1 for state in group)
@@ -525,8 +525,8 @@ def test_a_loop_that_returns_no_list_costs_every_member_a_try(returned: Any) -> 
 
 
 @simulated
-async def test_a_loop_that_is_no_coroutine_function_costs_a_try_like_any_other() -> None:
-    """Its group stayed in flight for ever."""
+async def test_a_loop_that_is_not_a_coroutine_function_costs_a_try() -> None:
+    """The group does not stay in flight."""
 
     class Plain(Grouped):
         def generate_group(self, group: list[RolloutState], *, enable_partial_rollout: bool = False) -> Any:
@@ -557,8 +557,8 @@ async def test_extra_segments_are_stored_with_their_group() -> None:
 
 
 @simulated
-async def test_failures_are_final_after_so_many_tries_with_the_last_error_as_the_reason() -> None:
-    """The reference drops a group at its first failure, with all of its siblings."""
+async def test_a_group_fails_after_max_tries_with_the_last_error_as_the_reason() -> None:
+    """The reference drops a group with all of its members at the first failure."""
     calls = Counted()
 
     async def bad(state: RolloutState) -> None:
@@ -584,7 +584,7 @@ async def test_a_member_that_failed_waits_as_aborted_with_its_error() -> None:
         await asyncio.sleep(1)
         answer(state)
 
-    # At a trigger of 5 what failed waits for the next batches.
+    # With a trigger of 5 the failed group waits for later batches.
     producer = running_ahead(bad, members=2, tail_batch_trigger_size=5)
     await producer.produce(1)
     group = await producer.only(Status.ABORTED)
@@ -611,13 +611,13 @@ async def test_a_loop_that_does_not_return_is_cancelled_and_spends_a_try() -> No
 
 
 @simulated
-async def test_half_an_hour_is_what_members_get() -> None:
+async def test_members_have_half_an_hour_by_default() -> None:
     producer = Producer(Grouped(hangs), members=2)
     assert (await producer.produce(1)).seconds == 1800
 
 
 @simulated
-async def test_a_loop_that_ignores_the_cancel_holds_its_group_for_a_moment_only() -> None:
+async def test_the_group_of_a_loop_that_ignores_its_cancel_is_returned() -> None:
     producer = Producer(
         Grouped(ignores_the_cancel), members=3, timeouts=Timeouts(member_timeout_s=60, cancel_timeout_s=3)
     )
@@ -625,8 +625,8 @@ async def test_a_loop_that_ignores_the_cancel_holds_its_group_for_a_moment_only(
 
 
 @simulated
-async def test_a_cancelled_loop_that_does_not_end_cannot_change_what_is_stored() -> None:
-    """When the strategy was cancelled, the samples that it went on writing into were the stored ones."""
+async def test_a_loop_that_ignores_its_cancel_cannot_change_stored_samples() -> None:
+    """The stored samples are copies, also when the strategy is cancelled."""
     producer = running_ahead(Grouped(ignores_the_cancel), members=3, enable_partial_rollout=True)
     producing = asyncio.create_task(producer.produce(1))
     await asyncio.sleep(5)
@@ -640,6 +640,33 @@ async def test_a_cancelled_loop_that_does_not_end_cannot_change_what_is_stored()
     group = await producer.only(Status.ABORTED)
     assert group == before
     assert [state.num_tries for state in group] == [0, 0, 0]
+
+
+class RaisesAfterASegment(AgentLoop):
+    """Its first attempt leaves an ABORTED segment and a COMPLETED one in the list, and raises."""
+
+    async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
+        answer(state)
+        return state
+
+    async def generate_group(
+        self, group: list[RolloutState], *, enable_partial_rollout: bool = False
+    ) -> list[RolloutState]:
+        if group[0].num_tries:
+            return await super().generate_group(group, enable_partial_rollout=enable_partial_rollout)
+        other = group[0].__copy__()
+        answer(other)
+        other.segment, group[0].status = 1, Status.ABORTED
+        group.append(other)
+        raise RuntimeError("no answer")
+
+
+@simulated
+async def test_a_complete_segment_of_an_aborted_rollout_is_not_kept_when_the_loop_raises() -> None:
+    producer = Producer(RaisesAfterASegment(), members=1)
+    await producer.produce(1)
+    (state,) = await producer.only(Status.COMPLETED)
+    assert (state.segment, state.num_tries) == (0, 1)
 
 
 class LeavesItsTool(AgentLoop):
@@ -677,7 +704,7 @@ async def test_a_tool_that_outlives_its_attempt_cannot_change_what_is_stored() -
 
 
 @simulated
-async def test_a_result_that_arrives_after_the_group_was_taken_away_changes_nothing() -> None:
+async def test_a_result_that_arrives_after_the_group_was_lost_changes_nothing() -> None:
     producer = Producer(after(10), members=1)
     producing = asyncio.create_task(producer.produce(1))
     await asyncio.sleep(5)
@@ -687,7 +714,7 @@ async def test_a_result_that_arrives_after_the_group_was_taken_away_changes_noth
 
 
 @simulated
-async def test_a_member_done_when_the_strategy_is_cancelled_is_not_generated_again() -> None:
+async def test_a_member_completed_before_a_cancel_is_not_generated_again() -> None:
     calls = Counted()
 
     async def one_is_quick(state: RolloutState) -> None:
@@ -707,8 +734,8 @@ async def test_a_member_done_when_the_strategy_is_cancelled_is_not_generated_aga
 
 
 @simulated
-async def test_a_list_that_a_loop_returns_in_the_moment_of_the_cancel_is_taken() -> None:
-    """Only what stood in the list that it had been given counted."""
+async def test_a_list_that_a_loop_returns_at_the_moment_of_the_cancel_is_used() -> None:
+    """Also if it is not the list that the loop was given."""
 
     async def anew(group: list[RolloutState]) -> list[RolloutState]:
         try:
@@ -730,7 +757,7 @@ async def test_a_list_that_a_loop_returns_in_the_moment_of_the_cancel_is_taken()
 
 
 @simulated
-async def test_no_try_is_spent_by_a_pause_a_cancel_or_expiry() -> None:
+async def test_a_pause_a_cancel_and_expiry_spend_no_try() -> None:
     calls = Counted(after(10))
     producer = running_ahead(calls, members=1, max_staleness=0)
     for step in range(1, 8):
@@ -743,7 +770,7 @@ async def test_no_try_is_spent_by_a_pause_a_cancel_or_expiry() -> None:
         await asyncio.wait((producing,))
     assert {state.num_tries for state in calls.samples} == {0}
     await producer.produce(1, 8)
-    await producer.produce(1, 20)  # what was not trained has expired, and is generated again
+    await producer.produce(1, 20)  # groups that were not trained have expired, and are generated again
     assert ids(await producer.train(1, 20)) == [0]
     assert {state.num_tries for state in calls.samples} == {0}
     assert await producer.ledger() == {"issued": 1, "trained": 1}
@@ -765,13 +792,13 @@ async def test_expired_members_are_generated_again_and_fresh_siblings_are_not() 
 
 
 @simulated
-async def test_a_group_that_is_too_old_when_it_arrives_is_no_success() -> None:
-    """It counted as completed, and hid how many failed in a row."""
+async def test_a_group_that_is_too_old_when_it_arrives_does_not_count_as_completed() -> None:
+    """It does not reset the count of consecutive failures either."""
 
     async def with_old_weights(state: RolloutState) -> None:
         await asyncio.sleep(1)
         answer(state)
-        state.version_spans = ((0, 3),)  # the engine knows better than the strategy
+        state.version_spans = ((0, 3),)  # versions from the engine take precedence
 
     producer = Producer(with_old_weights, members=1)
     producing = asyncio.create_task(producer.produce(1, 5))

@@ -55,7 +55,7 @@ async def test_a_drawn_group_whose_tries_are_spent_fails_with_its_last_error() -
 
 async def test_a_stale_group_that_cannot_be_retried_is_discarded_on_its_return() -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", stale_threshold=1, retryable=False)
+    await buffer.set_limits("math", stale_threshold=1, retryable=False)
     (group,) = await draw(buffer)
     for state in group:
         state.response_ids = [1]
@@ -66,7 +66,7 @@ async def test_a_stale_group_that_cannot_be_retried_is_discarded_on_its_return()
 
 async def test_a_stale_group_that_cannot_be_retried_is_discarded_from_the_buffer() -> None:
     buffer = ReplayBuffer()
-    buffer.set_limits("math", stale_threshold=1, retryable=False)
+    await buffer.set_limits("math", stale_threshold=1, retryable=False)
     await buffer.put(make_group(), "math", model_step=0)
     assert await buffer.refresh_staleness(task_stale_thresholds={"math": None}, current_train_step=2) == {"math": 1}
     assert await closed_ledger(buffer) == {"issued": 1, "discarded": 1}

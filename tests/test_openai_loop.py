@@ -1,4 +1,4 @@
-"""The loop for completion servers, against a real server on loopback: what it sends, keeps, repeats and refuses."""
+"""The loop for completion servers, against a real server on loopback: what it sends, keeps, retries and refuses."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import httpx
 import numpy as np
 import pytest
 
-from forebay import RolloutState, SampleParams, Status
+from forebay import OpenAIAgentLoop, RolloutState, SampleParams, Status
 from forebay.agent_loop.completion import EventReader, Interrupted, WrongAnswer, read_piece
-from forebay.agent_loop.openai import OpenAIAgentLoop, _delay_s
+from forebay.agent_loop.openai import _delay_s
 from forebay.engines import VLLMControl
 from forebay.errors import EngineError, EngineUnavailable, InvalidConfig, InvalidInput
 from tests.openai_server import CompletionServer, Script, answer_to, logprob_of, text_of
@@ -51,7 +51,7 @@ def sample(rollout_id: int = 0, **fields: Any) -> RolloutState:
 
 
 def begun(tokens: int, *, arrays: bool = False, **fields: Any) -> RolloutState:
-    """A sample that was aborted behind so many tokens."""
+    """A sample that was aborted after n tokens."""
     ids = ANSWER[:tokens]
     columns: dict[str, Any] = {"response_ids": ids, "logprobs": [logprob_of(token) for token in ids]}
     if arrays:
@@ -84,12 +84,12 @@ async def until_away(loop: OpenAIAgentLoop) -> None:
 
 
 async def delivered() -> None:
-    """Let what the server has sent be read."""
+    """Let the loop read what the server has sent."""
     await asyncio.sleep(0.01)
     await turns(20)
 
 
-# --- asking and answering -----------------------------------------------------------------------------
+# --- requests and answers -----------------------------------------------------------------------------
 
 
 async def test_a_prompt_is_answered_with_ids_logprobs_and_text(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
@@ -106,7 +106,7 @@ async def test_a_prompt_is_answered_with_ids_logprobs_and_text(loop: OpenAIAgent
     assert state.response_mask is None
 
 
-async def test_the_request_says_what_is_needed_and_leaves_out_what_is_not_set(server: CompletionServer) -> None:
+async def test_the_request_has_the_required_fields_and_omits_unset_ones(server: CompletionServer) -> None:
     params = SampleParams(
         max_tokens=BUDGET,
         temperature=0.0,
@@ -146,7 +146,7 @@ async def test_the_request_says_what_is_needed_and_leaves_out_what_is_not_set(se
     }
 
 
-async def test_a_none_in_extra_body_takes_a_field_out(server: CompletionServer) -> None:
+async def test_none_in_extra_body_removes_a_field(server: CompletionServer) -> None:
     async with loop_for(server, extra_body={"return_token_ids": None}) as loop:
         await answered(loop, sample())
     assert "return_token_ids" not in server.received[0].body
@@ -177,7 +177,7 @@ async def test_without_max_tokens_the_server_chooses(server: CompletionServer) -
         Script(pause_s=0.001),
     ],
 )
-async def test_every_proper_way_to_answer_is_understood(server: CompletionServer, script: Script) -> None:
+async def test_every_valid_form_of_an_answer_is_read(server: CompletionServer, script: Script) -> None:
     server.usual = script
     async with loop_for(server) as loop:
         assert holds(await answered(loop, sample()), ANSWER)
@@ -187,16 +187,16 @@ async def test_every_proper_way_to_answer_is_understood(server: CompletionServer
 async def test_a_slow_server_is_waited_for_as_long_as_it_is_not_silent(server: CompletionServer) -> None:
     server.usual = Script(pause_s=0.1)
     async with loop_for(server, read_timeout_s=1, max_retries=0) as loop:
-        assert holds(await answered(loop, sample()), ANSWER)  # 1.2 s in all
+        assert holds(await answered(loop, sample()), ANSWER)  # takes 1.2 s
 
 
-async def test_connections_are_used_again(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
+async def test_connections_are_reused(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
     for _ in range(5):
         await answered(loop, sample())
     assert (len(server.received), server.connections) == (5, 1)
 
 
-async def test_prompts_come_as_arrays_too_and_are_left_alone(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
+async def test_prompts_may_be_arrays_and_are_not_changed(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
     prompt = np.array(PROMPT, dtype=np.int32)
     prompt.setflags(write=False)
     state = await answered(loop, sample(prompt_ids=prompt))
@@ -207,22 +207,22 @@ async def test_prompts_come_as_arrays_too_and_are_left_alone(loop: OpenAIAgentLo
 
 
 @pytest.mark.parametrize("prompt_ids", [None, [], np.array([], dtype=np.int64)])
-async def test_without_prompt_ids_it_asks_for_a_tokenize(loop: OpenAIAgentLoop, prompt_ids: Any) -> None:
+async def test_a_sample_without_prompt_ids_is_refused(loop: OpenAIAgentLoop, prompt_ids: Any) -> None:
     with pytest.raises(InvalidInput, match="give the sampler a `tokenize`"):
         await answered(loop, sample(prompt_ids=prompt_ids))
 
 
-async def test_what_cannot_be_sent_is_refused_and_not_dropped(loop: OpenAIAgentLoop) -> None:
+async def test_a_field_that_cannot_be_sent_is_refused_and_not_dropped(loop: OpenAIAgentLoop) -> None:
     with pytest.raises(InvalidInput, match=r"mm_info \(image\)"):
         await answered(loop, sample(mm_info={"image": b"..."}))
-    with pytest.raises(InvalidInput, match="prompt_ids of rollout 0 of group 0 holds what is no token id"):
+    with pytest.raises(InvalidInput, match="prompt_ids of rollout 0 of group 0 has an item that is not an integer"):
         await answered(loop, sample(prompt_ids=[1.5]))
 
 
 @pytest.mark.parametrize(
     ("reason", "status"), [("abort", Status.ABORTED), ("stop", Status.COMPLETED), ("weird", Status.FAILED)]
 )
-async def test_the_servers_reason_becomes_the_status(server: CompletionServer, reason: str, status: Status) -> None:
+async def test_the_finish_reason_becomes_the_status(server: CompletionServer, reason: str, status: Status) -> None:
     server.usual = Script(finish_reason=reason)
     async with loop_for(server) as loop:
         state = await answered(loop, sample(error_msg="of an earlier try"))
@@ -239,7 +239,7 @@ async def test_the_servers_reason_becomes_the_status(server: CompletionServer, r
 
 @pytest.mark.parametrize("arrays", [False, True])
 @pytest.mark.parametrize("there", range(BUDGET + 1))
-async def test_interrupted_at_any_token_and_continued_is_the_same_as_in_one_go(
+async def test_an_answer_interrupted_at_any_token_and_continued_equals_an_uninterrupted_one(
     loop: OpenAIAgentLoop, server: CompletionServer, there: int, arrays: bool
 ) -> None:
     state = begun(there, arrays=arrays, version_spans=((3, there),) if there else ())
@@ -258,7 +258,7 @@ async def test_interrupted_at_any_token_and_continued_is_the_same_as_in_one_go(
 
 
 @pytest.mark.parametrize("arrays", [False, True])
-async def test_columns_that_came_along_are_never_written_to(loop: OpenAIAgentLoop, arrays: bool) -> None:
+async def test_existing_columns_are_never_changed_in_place(loop: OpenAIAgentLoop, arrays: bool) -> None:
     state = begun(5, arrays=arrays)
     ids, logprobs = state.response_ids, state.logprobs
     await answered(loop, state, partial=True)
@@ -278,7 +278,7 @@ async def test_a_mask_is_extended_by_ones(loop: OpenAIAgentLoop, mask: Any) -> N
     assert len(mask) == 3
 
 
-async def test_old_columns_of_other_types_lose_no_digits(loop: OpenAIAgentLoop) -> None:
+async def test_existing_columns_of_other_types_lose_no_precision(loop: OpenAIAgentLoop) -> None:
     ids, logprobs = np.array(ANSWER[:2], dtype=np.uint16), np.array([-0.1, -0.2])
     state = await answered(loop, begun(2, response_ids=ids, logprobs=logprobs), partial=True)
     assert isinstance(state.response_ids, np.ndarray)
@@ -313,7 +313,7 @@ async def test_a_stop_token_of_a_tool_does_not_end_the_answer(loop: OpenAIAgentL
     assert list(state.response_mask if state.response_mask is not None else ()) == [1] * 4 + [0] + [1] * (BUDGET - 5)
 
 
-async def test_without_partial_rollout_it_starts_from_the_prompt(
+async def test_without_partial_rollout_a_sample_starts_from_its_prompt(
     loop: OpenAIAgentLoop, server: CompletionServer
 ) -> None:
     state = begun(5, version_spans=((3, 5),), response_mask=[1] * 5, reward={"score": 1.0})
@@ -323,7 +323,7 @@ async def test_without_partial_rollout_it_starts_from_the_prompt(
     assert server.received[0].body["prompt"] == PROMPT
 
 
-async def test_a_text_without_its_beginning_is_not_made_up(loop: OpenAIAgentLoop) -> None:
+async def test_a_response_without_the_beginning_of_its_text_has_no_text(loop: OpenAIAgentLoop) -> None:
     state = await answered(loop, begun(5, response=None), partial=True)
     assert state.response is None
     assert list(state.response_ids or ()) == ANSWER
@@ -332,8 +332,8 @@ async def test_a_text_without_its_beginning_is_not_made_up(loop: OpenAIAgentLoop
 @pytest.mark.parametrize(
     "columns", [{"logprobs": None}, {"logprobs": [-1.0]}, {"response_mask": [1]}, {"logprobs": np.zeros(4)}]
 )
-async def test_what_is_misaligned_already_cannot_be_continued(loop: OpenAIAgentLoop, columns: Any) -> None:
-    with pytest.raises(InvalidInput, match=r"comes with 3 response_ids and [014] entries in"):
+async def test_misaligned_columns_cannot_be_continued(loop: OpenAIAgentLoop, columns: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"has 3 response_ids but [014] entries in"):
         await answered(loop, begun(3, **columns), partial=True)
 
 
@@ -369,7 +369,7 @@ async def test_a_paused_answer_is_continued_after_resume(loop: OpenAIAgentLoop, 
     assert state.status is Status.COMPLETED
 
 
-async def test_while_paused_everything_comes_back_untouched(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
+async def test_members_in_a_pause_are_returned_unchanged(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
     await loop.pause()
     group = [begun(5), sample(1), sample(2, status=Status.COMPLETED, response="kept")]
     await loop.generate_group(group)
@@ -383,7 +383,7 @@ async def test_while_paused_everything_comes_back_untouched(loop: OpenAIAgentLoo
 async def test_a_sample_that_has_finished_stays_completed_in_a_pause(
     loop: OpenAIAgentLoop, server: CompletionServer
 ) -> None:
-    server.usual = Script(hold_end=True)  # it is finished, but the stream goes on
+    server.usual = Script(hold_end=True)  # it is finished, but the stream stays open
     state = sample()
     generating = asyncio.create_task(answered(loop, state))
     await server.until(lambda seen: bool(seen.received) and seen.received[0].sent == BUDGET)
@@ -394,7 +394,7 @@ async def test_a_sample_that_has_finished_stays_completed_in_a_pause(
     assert holds(state, ANSWER)
 
 
-async def test_a_pause_ends_a_member_that_waits_for_its_turn(server: CompletionServer) -> None:
+async def test_a_pause_ends_a_member_that_waits_for_a_free_slot(server: CompletionServer) -> None:
     server.usual = Script(hold_after=1)
     async with loop_for(server, max_concurrency=1) as loop:
         group = [sample(member) for member in range(3)]
@@ -456,7 +456,7 @@ async def test_a_cancelled_group_keeps_the_tokens_of_its_members(
     await server.until(lambda seen: seen.aborted == 3)
 
 
-async def test_many_pauses_leave_the_loop_as_able_as_before(server: CompletionServer) -> None:
+async def test_many_pauses_do_not_exhaust_the_connections(server: CompletionServer) -> None:
     async with loop_for(server, max_concurrency=2) as loop:
         for turn in range(30):
             generating = asyncio.create_task(loop.generate_group([sample(member) for member in range(4)]))
@@ -471,7 +471,7 @@ async def test_many_pauses_leave_the_loop_as_able_as_before(server: CompletionSe
     assert all(holds(state, ANSWER) for state in group)
 
 
-# --- trouble that passes ------------------------------------------------------------------------------
+# --- transient failures -------------------------------------------------------------------------------
 
 _PASSING = {
     "refused": Script(refuse=True),
@@ -504,7 +504,7 @@ _AWAY = ("refused", "502", "503", "504", "a body shorter than announced", "cut",
 
 
 @pytest.mark.parametrize("trouble", _PASSING)
-async def test_trouble_that_passes_is_survived_without_losing_a_token(
+async def test_a_transient_failure_costs_no_token(
     server: CompletionServer, trouble: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     server.scripts.extend([_PASSING[trouble]] * 2)
@@ -545,16 +545,16 @@ async def test_a_server_that_starts_late_is_waited_for(caplog: pytest.LogCapture
     assert [record.getMessage().split()[0] for record in caplog.records] == ["engine_away", "engine_back"]
 
 
-async def test_a_server_that_stays_away_ends_producing_and_spends_no_try(server: CompletionServer) -> None:
+async def test_a_server_that_stays_unreachable_ends_producing_and_spends_no_try(server: CompletionServer) -> None:
     server.usual = Script(status=503, body=b"no engine")
     async with loop_for(server, down_timeout_s=0.05) as loop:
         group = [sample(member) for member in range(2)]
-        with pytest.raises(EngineUnavailable, match=r"could not be reached for .* status 503: no engine"):
+        with pytest.raises(EngineUnavailable, match=r"was unreachable for .* status 503: no engine"):
             await loop.generate_group(group)
     assert [(state.status, state.num_tries) for state in group] == [(Status.ABORTED, 0)] * 2
 
 
-async def test_tokens_survive_a_server_that_stays_away(server: CompletionServer) -> None:
+async def test_tokens_are_kept_when_a_server_stays_unreachable(server: CompletionServer) -> None:
     server.scripts.append(Script(cut_after=4))
     server.usual = Script(refuse=True)
     async with loop_for(server, down_timeout_s=0.05) as loop:
@@ -565,15 +565,15 @@ async def test_tokens_survive_a_server_that_stays_away(server: CompletionServer)
     assert holds(group[0], ANSWER[:4])
 
 
-async def test_a_request_that_always_loses_its_connection_is_given_up(server: CompletionServer) -> None:
-    """It may be what brings the server down."""
+async def test_a_request_that_always_loses_its_connection_fails(server: CompletionServer) -> None:
+    """The request may be what crashes the server."""
     server.usual = Script(cut_after=0)
     async with loop_for(server) as loop:
         with pytest.raises(EngineError, match="11 failed attempts in a row"):
             await answered(loop, sample())
 
 
-async def test_a_paused_loop_does_not_wait_for_a_server_that_is_away(server: CompletionServer) -> None:
+async def test_a_paused_loop_does_not_wait_for_an_unreachable_server(server: CompletionServer) -> None:
     server.usual = Script(refuse=True)
     async with loop_for(server, backoff_s=30) as loop:
         generating = asyncio.create_task(loop.generate_group([sample()]))
@@ -583,18 +583,18 @@ async def test_a_paused_loop_does_not_wait_for_a_server_that_is_away(server: Com
     assert state.status is Status.ABORTED
 
 
-async def test_giving_up_says_where_how_often_and_why(server: CompletionServer) -> None:
+async def test_the_error_after_the_last_attempt_has_the_url_the_count_and_the_cause(server: CompletionServer) -> None:
     server.usual = Script(status=500, body=b"no engine")
     async with loop_for(server, max_retries=2) as loop:
         with pytest.raises(EngineError) as caught:
             await answered(loop, sample())
     assert str(caught.value) == (
-        f"{server.url}/completions: given up after 3 failed attempts in a row; the last one: status 500: no engine"
+        f"{server.url}/completions: gave up after 3 failed attempts in a row; the last one: status 500: no engine"
     )
     assert len(server.received) == 3
 
 
-async def test_a_silent_server_is_given_up(server: CompletionServer) -> None:
+async def test_a_silent_server_is_an_error(server: CompletionServer) -> None:
     server.usual = Script(silent=True)
     async with loop_for(server, read_timeout_s=0.01, max_retries=1) as loop:
         with pytest.raises(EngineError, match="2 failed attempts in a row; the last one: ReadTimeout"):
@@ -602,7 +602,7 @@ async def test_a_silent_server_is_given_up(server: CompletionServer) -> None:
     await server.until(lambda seen: seen.aborted == 2)
 
 
-async def test_new_tokens_start_the_count_of_retries_again(server: CompletionServer) -> None:
+async def test_new_tokens_reset_the_count_of_retries(server: CompletionServer) -> None:
     server.usual = Script(cut_after=1)
     async with loop_for(server, max_retries=1) as loop:
         state = await answered(loop, sample())
@@ -610,7 +610,7 @@ async def test_new_tokens_start_the_count_of_retries_again(server: CompletionSer
     assert len(server.received) == BUDGET
 
 
-async def test_a_cut_after_the_last_token_needs_no_other_request(server: CompletionServer) -> None:
+async def test_a_connection_lost_after_the_last_token_needs_no_further_request(server: CompletionServer) -> None:
     server.usual = Script(end_after=BUDGET)
     async with loop_for(server, max_retries=0) as loop:
         state = await answered(loop, sample())
@@ -622,7 +622,7 @@ async def test_a_cut_after_the_last_token_needs_no_other_request(server: Complet
     assert len(server.received) == 2
 
 
-async def test_the_server_says_when_to_come_back(server: CompletionServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_retry_after_delays_the_next_attempt(server: CompletionServer, monkeypatch: pytest.MonkeyPatch) -> None:
     delays: list[float] = []
 
     def recorded(*arguments: Any) -> float:
@@ -637,16 +637,16 @@ async def test_the_server_says_when_to_come_back(server: CompletionServer, monke
 
 
 @pytest.mark.parametrize("when", ["-1", "nan", "inf", "Wed, 21 Oct 2026 07:28:00 GMT", "9" * 400, ""])
-async def test_a_retry_after_of_another_kind_is_passed_over(server: CompletionServer, when: str) -> None:
+async def test_a_retry_after_that_is_not_a_number_is_ignored(server: CompletionServer, when: str) -> None:
     server.scripts.append(Script(status=429, headers=(("Retry-After", when),), body=b"busy"))
     async with loop_for(server) as loop:
         assert holds(await answered(loop, sample()), ANSWER)
 
 
-async def test_a_server_that_does_not_say_goodbye_is_not_waited_for(
+async def test_a_stream_that_stays_open_after_its_last_token_is_not_waited_for(
     server: CompletionServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.agent_loop.openai._FAREWELL_S", 0.01)
+    monkeypatch.setattr("forebay.agent_loop.openai._DRAIN_S", 0.01)
     server.scripts.append(Script(hold_end=True))
     async with loop_for(server) as loop:
         assert holds(await answered(loop, sample()), ANSWER)
@@ -654,7 +654,7 @@ async def test_a_server_that_does_not_say_goodbye_is_not_waited_for(
     assert len(server.received) == 2
 
 
-# --- trouble that stays -------------------------------------------------------------------------------
+# --- permanent failures -------------------------------------------------------------------------------
 
 _LASTING = {
     "status 400: prompt too long": Script(status=400, body=b"prompt too long"),
@@ -669,24 +669,24 @@ _LASTING = {
         body=b'data: {"choices": [{"text": "a", "token_ids": []}]}\n\n',
         headers=(("Content-Type", "text/event-stream"),),
     ),
-    "1 token ids with 0 logprobs in one chunk; the server must give one for each token": Script(logprobs=-1),
+    "1 token ids with 0 logprobs in one chunk; the server must send one logprob for each token": Script(logprobs=-1),
     "1 token ids with 0 logprobs": Script(logprobs=None),
     "1 token ids with 2 logprobs": Script(logprobs=1),
     "1 token ids with 0 logprobs in": Script(null_logprobs=True),
     "5 token ids with 4 logprobs": Script(logprobs=-1, tokens_per_chunk=5),
     "more tokens than max_tokens": Script(extra_tokens=1),
     "error 400 in the answer: the engine stumbled": Script(report_after=0, report_code=400),
-    "another shape": Script(plain=True, body=b'{"choices": "many"}'),
-    "another shape than completions have": Script(plain=True, body=b"[1, 2]"),
+    "the answer is not a completion": Script(plain=True, body=b'{"choices": "many"}'),
+    "not a completion: Expected `object`": Script(plain=True, body=b"[1, 2]"),
     "Expected `int` >= 0 - at `$.choices[0].token_ids[0]`": Script(
         plain=True, body=b'{"choices": [{"token_ids": [-1]}]}'
     ),
-    "a compressed answer": Script(body=b"\x1f\x8b", headers=(("Content-Encoding", "gzip"),)),
+    "the answer is compressed": Script(body=b"\x1f\x8b", headers=(("Content-Encoding", "gzip"),)),
 }
 
 
 @pytest.mark.parametrize("message", _LASTING)
-async def test_trouble_that_stays_is_an_error_at_once(server: CompletionServer, message: str) -> None:
+async def test_a_permanent_failure_is_an_error_at_once(server: CompletionServer, message: str) -> None:
     server.usual = _LASTING[message]
     async with loop_for(server) as loop:
         with pytest.raises(EngineError) as caught:
@@ -697,14 +697,14 @@ async def test_trouble_that_stays_is_an_error_at_once(server: CompletionServer, 
     assert len(server.received) == 1
 
 
-async def test_a_base_url_without_v1_that_is_not_found_is_named(server: CompletionServer) -> None:
+async def test_a_404_for_a_base_url_without_v1_hints_at_it(server: CompletionServer) -> None:
     params = SampleParams(max_tokens=BUDGET)
     async with OpenAIAgentLoop(server.url.removesuffix("/v1"), "policy", sample_params=params) as loop:
         with pytest.raises(EngineError, match=r"status 404.*; base_url usually ends in /v1"):
             await answered(loop, sample())
 
 
-async def test_what_is_too_large_is_refused_before_it_is_kept(server: CompletionServer) -> None:
+async def test_an_answer_that_is_too_large_is_refused_before_it_is_kept(server: CompletionServer) -> None:
     stream = (("Content-Type", "text/event-stream"),)
     server.scripts.append(Script(body=b"data: " + b"x" * 500_000, headers=stream))
     server.scripts.append(Script(body=b"data: " + b"x" * 5000 + b"\n", headers=stream))
@@ -717,7 +717,7 @@ async def test_what_is_too_large_is_refused_before_it_is_kept(server: Completion
         assert holds(await answered(loop, sample()), ANSWER)
 
 
-async def test_one_member_that_fails_keeps_its_siblings(server: CompletionServer) -> None:
+async def test_a_member_that_fails_does_not_affect_the_others(server: CompletionServer) -> None:
     server.scripts.append(Script(status=400, body=b"not you"))
     async with loop_for(server) as loop:
         group = [sample(member) for member in range(4)]
@@ -730,11 +730,11 @@ async def test_one_member_that_fails_keeps_its_siblings(server: CompletionServer
     assert sorted(state.rollout_id or 0 for state in group) == [0, 1, 2, 3]
 
 
-async def test_a_closed_loop_says_so(server: CompletionServer) -> None:
+async def test_a_closed_loop_raises(server: CompletionServer) -> None:
     loop = loop_for(server)
     await loop.close()
     await loop.close()
-    with pytest.raises(EngineError, match="closed; build a new one"):
+    with pytest.raises(EngineError, match="closed; create a new one"):
         await answered(loop, sample())
 
 
@@ -755,7 +755,7 @@ async def test_requests_in_flight_are_bounded_over_all_groups(server: Completion
     assert (len(server.received), server.most_active) == (12, 3)
 
 
-async def test_a_member_that_waits_for_its_next_attempt_holds_nobody_up(server: CompletionServer) -> None:
+async def test_a_member_that_waits_for_its_next_attempt_does_not_hold_a_slot(server: CompletionServer) -> None:
     server.scripts.append(Script(status=503, body=b""))
     async with loop_for(server, max_concurrency=1, backoff_s=30) as loop:
         waiting = asyncio.create_task(answered(loop, sample()))
@@ -765,7 +765,7 @@ async def test_a_member_that_waits_for_its_next_attempt_holds_nobody_up(server: 
         await waiting
 
 
-async def test_the_key_is_sent_as_bearer_and_shown_nowhere(
+async def test_the_key_is_sent_as_bearer_and_never_shown(
     server: CompletionServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -803,7 +803,7 @@ async def test_without_a_key_no_authorization_is_sent(loop: OpenAIAgentLoop, ser
     assert server.received[0].headers["accept-encoding"] == "identity"
 
 
-def test_certificates_are_verified_where_there_are_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_certificates_are_verified_with_https(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(httpx.AsyncHTTPTransport, "__init__", lambda self, **settings: asked.append(settings["verify"]))
     for url in ("https://host/v1", "HTTPS://host/v1", "http://host/v1"):
@@ -811,7 +811,7 @@ def test_certificates_are_verified_where_there_are_any(monkeypatch: pytest.Monke
     assert asked == [True, True, False]
 
 
-async def test_proxies_of_the_environment_are_not_used(
+async def test_proxies_of_the_environment_are_ignored(
     server: CompletionServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
@@ -820,7 +820,7 @@ async def test_proxies_of_the_environment_are_not_used(
         assert holds(await answered(loop, sample()), ANSWER)
 
 
-async def test_a_client_of_the_users_own_is_used_and_left_open(server: CompletionServer) -> None:
+async def test_a_client_of_the_user_is_used_and_left_open(server: CompletionServer) -> None:
     async with httpx.AsyncClient(headers={"X-Mine": "yes"}, follow_redirects=True, trust_env=False) as client:
         async with loop_for(server, client=client) as loop:
             await answered(loop, sample())
@@ -845,15 +845,16 @@ async def test_a_client_of_the_users_own_is_used_and_left_open(server: Completio
         ({"model": ""}, "model is ''"),
         ({"sample_params": {"top_k": 1}}, "sample_params is {'top_k': 1}; expected SampleParams or None"),
         ({"api_key": ""}, "api_key (not shown) is empty"),
-        ({"max_concurrency": 0}, "max_concurrency is 0; expected a whole number of at least 1"),
-        ({"max_concurrency": 1.5}, "max_concurrency is 1.5; expected a whole number"),
+        ({"max_concurrency": 0}, "max_concurrency is 0; expected an integer of at least 1"),
+        ({"max_concurrency": 1.5}, "max_concurrency is 1.5; expected"),
         ({"max_concurrency": True}, "max_concurrency is True"),
-        ({"connect_timeout_s": 0}, "connect_timeout_s is 0; expected a number of seconds above 0"),
-        ({"read_timeout_s": -1}, "read_timeout_s is -1; expected a number of at least 0"),
+        ({"connect_timeout_s": 0}, "connect_timeout_s is 0; expected a positive number of seconds"),
+        ({"read_timeout_s": -1}, "read_timeout_s is -1; expected a positive number of seconds"),
         ({"read_timeout_s": float("nan")}, "read_timeout_s is nan"),
         ({"read_timeout_s": "9"}, "read_timeout_s is '9'"),
-        ({"max_retries": -1}, "max_retries is -1; expected a whole number of at least 0"),
+        ({"max_retries": -1}, "max_retries is -1; expected an integer of at least 0"),
         ({"backoff_s": float("inf")}, "backoff_s is inf"),
+        ({"backoff_s": -0.5}, "backoff_s is -0.5; expected a number of seconds, 0 or more"),
         ({"max_response_bytes": 0}, "max_response_bytes is 0"),
         ({"extra_body": [1]}, "extra_body is [1]; expected a mapping"),
         ({"extra_body": {"prompt": "x"}}, "extra_body has 'prompt', which the loop sets itself"),
@@ -863,12 +864,12 @@ async def test_a_client_of_the_users_own_is_used_and_left_open(server: Completio
         ({"engine": "http://127.0.0.1:8000"}, "engine is 'http://127.0.0.1:8000'; expected a control"),
         (
             {"engine": VLLMControl("http://127.0.0.1:8001")},
-            "the loop asks http://127.0.0.1:8000, but its engine is the control of http://127.0.0.1:8001",
+            "the loop sends requests to http://127.0.0.1:8000, but its engine controls http://127.0.0.1:8001",
         ),
         ({"client": "httpx"}, "client is 'httpx'; expected an httpx.AsyncClient"),
     ],
 )
-def test_wrong_settings_are_refused_with_what_was_expected(settings: dict[str, Any], message: str) -> None:
+def test_a_wrong_setting_is_refused_with_the_expected_value(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         OpenAIAgentLoop(**({"base_url": "http://127.0.0.1:8000/v1", "model": "policy"} | settings))
     assert message in str(caught.value)
@@ -880,14 +881,14 @@ def test_the_control_of_the_same_server_is_accepted(root: str) -> None:
     OpenAIAgentLoop("http://127.0.0.1:8000/v1", "policy", engine=VLLMControl(root))
 
 
-def test_a_slash_at_the_end_of_the_url_does_not_matter() -> None:
+def test_a_trailing_slash_of_the_url_is_ignored() -> None:
     assert OpenAIAgentLoop("http://127.0.0.1:8000/v1/", "policy").url == "http://127.0.0.1:8000/v1/completions"
 
 
-# --- the wire -----------------------------------------------------------------------------------------
+# --- the protocol -------------------------------------------------------------------------------------
 
 
-def test_a_stream_reads_the_same_wherever_it_is_cut() -> None:
+def test_a_stream_reads_the_same_wherever_it_is_split() -> None:
     stream = b': ping\r\n\r\ndata: {"a": 1}\n\ndata:{"b": 2}\r\n\r\nevent: x\ndata: [DONE]\n\ndata: unfinished'
     for first in range(len(stream) + 1):
         for second in (first, min(first + 3, len(stream))):
@@ -896,16 +897,16 @@ def test_a_stream_reads_the_same_wherever_it_is_cut() -> None:
             assert payloads == [b'{"a": 1}', b'{"b": 2}', b"[DONE]"]
 
 
-def test_a_line_may_be_as_long_as_the_limit_and_no_longer() -> None:
+def test_a_line_longer_than_the_limit_is_refused() -> None:
     assert EventReader(max_bytes=8).feed(b"data: ab\n") == [b"ab"]
     for kept, more in ((b"", b"data: abc\n"), (b"", b"data: abc"), (b"data", b": abc"), (b"data", b": abc\n")):
         reader = EventReader(max_bytes=8)
         reader.feed(kept)
-        with pytest.raises(WrongAnswer, match="over 8 bytes"):
+        with pytest.raises(WrongAnswer, match="longer than 8 bytes"):
             reader.feed(more)
 
 
-def test_errors_are_understood_in_every_form_that_servers_use() -> None:
+def test_errors_are_read_in_every_form_that_servers_use() -> None:
     for message in ({"error": {"message": "no", "code": 400}}, {"object": "error", "message": "no", "code": 400}):
         with pytest.raises(WrongAnswer, match="error 400 in the answer: no"):
             read_piece(json.dumps(message).encode(), begun=False)
@@ -915,7 +916,7 @@ def test_errors_are_understood_in_every_form_that_servers_use() -> None:
         read_piece(b'{"error": "out of memory"}', begun=False)
 
 
-async def test_text_that_was_held_back_may_come_without_ids(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
+async def test_text_that_was_held_back_may_arrive_without_ids(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
     piece = read_piece(b'{"choices": [{"text": "tail", "token_ids": [], "finish_reason": "stop"}]}', begun=True)
     assert piece == ([], [], "tail", "stop", ())
     server.usual = Script(plain=True, body=b'{"choices": [{"text": "tail", "token_ids": [], "finish_reason": "stop"}]}')
@@ -927,13 +928,13 @@ async def test_text_that_was_held_back_may_come_without_ids(loop: OpenAIAgentLoo
 @pytest.mark.parametrize(
     "name", ["token_id:", "token_id:-1", "token_id:x", "token:1", "token_id:²", "token_id:" + "9" * 30]
 )
-def test_names_that_are_no_ids_are_not_taken_for_ids(name: str) -> None:
+def test_token_names_that_are_not_ids_are_refused(name: str) -> None:
     choice = {"text": "a", "logprobs": {"tokens": [name], "token_logprobs": [-1.0]}}
     with pytest.raises(WrongAnswer, match="text without token ids"):
         read_piece(json.dumps({"choices": [choice]}).encode(), begun=True)
 
 
-async def test_a_continuation_has_a_seed_that_is_a_function_of_its_beginning(server: CompletionServer) -> None:
+async def test_the_seed_of_a_continuation_depends_on_the_tokens_before_it(server: CompletionServer) -> None:
     server.scripts.append(Script(cut_after=3))
     async with loop_for(server) as loop:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Which errors say that a server is away, of the HTTP clients that people use."""
+"""Which errors of common HTTP clients mean that a server is unreachable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def free_port() -> int:
 
 
 async def server_of(answer: bytes) -> asyncio.Server:
-    """A server that reads a request, answers this, and closes the connection."""
+    """A server that reads a request, sends this answer, and closes the connection."""
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -69,7 +69,7 @@ async def test_a_refused_connection_is_an_outage(client: Callable[[str], Awaitab
     ],
     ids=["closed", "503", "500", "404", "garbage"],
 )
-async def test_answers_that_are_an_outage(
+async def test_gateway_errors_and_lost_connections_are_an_outage(
     client: Callable[[str], Awaitable[None]], answer: bytes, outage: bool
 ) -> None:
     async with await server_of(answer) as server:
@@ -80,13 +80,13 @@ async def test_answers_that_are_an_outage(
     assert is_outage(error) is outage
 
 
-async def test_a_body_that_is_cut_off_is_an_outage() -> None:
+async def test_a_truncated_body_is_an_outage() -> None:
     async with await server_of(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nabc") as server:
         port = server.sockets[0].getsockname()[1]
         assert is_outage(await raised(lambda: with_httpx(f"http://127.0.0.1:{port}/")))
 
 
-def test_other_errors_are_none() -> None:
+def test_other_errors_are_no_outage() -> None:
     for error in (ValueError("x"), TimeoutError(), KeyError("status"), RuntimeError("connection refused"), None):
         assert not is_outage(error)
     hidden = RuntimeError("the tool failed")

@@ -22,7 +22,8 @@ from forebay import (
     Timeouts,
     TooManyFailures,
 )
-from forebay.record import Record
+from forebay.buffer.internal import internals
+from forebay.core.ledger import Record
 from forebay.storage.base import Arrival, Claim, Claimed, Content
 from forebay.testing import make_group, simulate
 from tests.test_strategy import (
@@ -309,7 +310,7 @@ class Slow(MemoryStorage):
         await self._delay("issue", True)
         return records
 
-    async def claim(self, claim: Claim) -> Claimed | None:
+    async def claim(self, claim: Claim) -> Claimed:
         await self._delay("claim", False)
         claimed = await super().claim(claim)
         await self._delay("claim", True)
@@ -321,14 +322,14 @@ class Slow(MemoryStorage):
         await self._delay("put", True)
         return records
 
-    async def set_watermark(self, watermarks: Any) -> None:
-        await self._delay("set_watermark", False)
-        await super().set_watermark(watermarks)
-        await self._delay("set_watermark", True)
+    async def advance(self, clocks: Any) -> None:
+        await self._delay("advance", False)
+        await super().advance(clocks)
+        await self._delay("advance", True)
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("step", ["issue", "claim", "put", "set_watermark"])
+@pytest.mark.parametrize("step", ["issue", "claim", "put", "advance"])
 @pytest.mark.parametrize("after_s", [5, 15, 25])
 def test_a_pause_in_the_middle_of_a_slow_step_leaves_nothing_in_flight(step: str, late: bool, after_s: float) -> None:
     """In the reference a pause during a draw returns at once; a task appears afterwards, and kills the checkpoint."""
@@ -383,13 +384,13 @@ async def test_nothing_is_drawn_behind_the_back_of_a_pause() -> None:
     await asyncio.sleep(5)
     await producer.strategy.pause()
     await producing
-    assert await producer.buffer.position(TASK) == (0, None)
+    assert await internals(producer.buffer).position(TASK) == (0, None)
 
 
 @simulated
 async def test_a_batch_that_a_pause_overtakes_does_not_resume_the_loop() -> None:
     loop = FunctionAgentLoop(after(3))
-    producer = running_ahead(loop, buffer=ReplayBuffer(storage=Slow("set_watermark")))
+    producer = running_ahead(loop, buffer=ReplayBuffer(storage=Slow("advance")))
     producing = asyncio.create_task(producer.produce(1))
     await asyncio.sleep(5)
     await loop.pause()
@@ -448,7 +449,7 @@ async def test_a_checkpoint_after_a_pause_has_every_group(tmp_path: Path) -> Non
     restored = ReplayBuffer()
     await restored.resume(path)
     assert await restored.count(TASK, Status.COMPLETED) == 4
-    assert (await restored.position(TASK))[0] == 4
+    assert (await internals(restored).position(TASK))[0] == 4
 
 
 @simulated

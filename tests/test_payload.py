@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay import MemoryStorage, ReplayBuffer, RolloutState, Status, Storage, UnsupportedPayload
-from forebay.codec import encode_group
-from forebay.record import describe
-from forebay.storage.pandas import PandasStorage
+from forebay.buffer.internal import internals
+from forebay.codec.frame import encode_group
+from forebay.core.ledger import describe
+from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from tests.support import closed_ledger
@@ -86,7 +87,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 
 
 @pytest.mark.parametrize("value", UNSUPPORTED, ids=lambda value: f"{type(value).__name__}")
-async def test_put_refuses_what_a_checkpoint_cannot_hold_and_names_task_group_and_path(
+async def test_put_refuses_values_that_a_checkpoint_cannot_hold_and_names_task_group_and_path(
     value: Any, storage: Storage
 ) -> None:
     async with ReplayBuffer(storage=storage) as buffer:
@@ -101,8 +102,8 @@ async def test_issue_refuses_a_prompt_that_a_checkpoint_cannot_hold(storage: Sto
     async with ReplayBuffer(storage=storage) as buffer:
         prompt = RolloutState(message=[{"role": "user", "content": {1}}])
         with pytest.raises(UnsupportedPayload, match=r"task 'math': \$\[0\]\.message\[0\]\.content: a builtins.set"):
-            await buffer.issue([[prompt]], "math", cursor=0)
-        assert (await buffer.position("math"))[0] == 0
+            await internals(buffer).issue([[prompt]], "math", cursor=0)
+        assert (await internals(buffer).position("math"))[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -146,12 +147,12 @@ async def test_numpy_numbers_in_the_list_of_a_column_are_stored_as_numbers(stora
         assert [type(item) for column in columns for item in column or ()] == [int, int, float, float, bool, int]
 
 
-async def test_an_error_message_that_is_no_text_is_stored_as_text(storage: Storage) -> None:
+async def test_an_error_message_that_is_not_valid_unicode_is_stored_with_question_marks(storage: Storage) -> None:
     async with ReplayBuffer(storage=storage) as buffer:
         group = make_group(status=Status.ABORTED)
         group[0].error_msg = "no such file: \udcff"
         await buffer.put(group, "math")
-        ((state, _),) = await buffer.redraw(1, "math")
+        ((state, _),) = await internals(buffer).redraw(1, "math")
         assert state.error_msg == "no such file: ?"
 
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay import policy
-from forebay.errors import ForebayError, InvalidConfig, PolicyError
-from forebay.ledger import Place
-from forebay.policy import (
+from forebay.core import policy
+from forebay.core.ledger import Place, Record
+from forebay.core.policy import (
     ARRIVAL,
     Column,
     FIFOReplayPolicy,
@@ -25,8 +24,8 @@ from forebay.policy import (
     checked_choice,
     order_key,
 )
-from forebay.record import Record
-from forebay.rollout import Status
+from forebay.core.rollout import Status
+from forebay.errors import ForebayError, InvalidConfig, PolicyError
 
 _COUNTS = ["given_staleness", "group_id", "samples", "tokens", "bytes", "num_tries", "deliveries"]
 _ORDERABLE = ["oldest_step", "newest_step", *_COUNTS, "reward", "priority", "created_at"]
@@ -169,13 +168,13 @@ def test_choosing_nothing_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ([1, 17], "uid 17, which is not among the 5 rows"),
+        ([1, 17], "uid 17, which is not among its 5 rows"),
         (["1"], "uid '1', which is not among"),
         ([2, 1, 2], r"a uid twice: \[2, 1, 2\]"),
-        ([1, 2, 3, 4], "4 uids; it was asked for at most 3"),
+        ([1, 2, 3, 4], "4 uids; expected at most 3"),
     ],
 )
-def test_a_choice_that_was_not_offered_is_an_error(choice: list[Any], message: str) -> None:
+def test_a_choice_outside_of_the_rows_is_an_error(choice: list[Any], message: str) -> None:
     with pytest.raises(PolicyError, match=message) as caught:
         checked_choice(lambda rows, n: choice, _WAITING, 3)
     assert isinstance(caught.value, ForebayError)

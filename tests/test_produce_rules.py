@@ -1,4 +1,4 @@
-"""The arithmetic of producing, and the numbers that it goes by."""
+"""The arithmetic of producing, and the defaults of its settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay import Budgets, InvalidInput, Status, Timeouts
-from forebay.produce.rules import Plan, make_plan, over_issue, to_start, waiting_again
+from forebay.produce.plan import Plan, make_plan, over_issue, to_start, waiting_again
 
 ALL = (Status.INIT, Status.EXPIRED, Status.ABORTED)
 
@@ -19,7 +19,7 @@ ALL = (Status.INIT, Status.EXPIRED, Status.ABORTED)
 @pytest.mark.parametrize(
     ("threshold", "batch_size", "groups"),
     [
-        (0.07, 100, 7),  # 0.07 * 100 is 7.000000000000001, and the reference makes 8 of it
+        (0.07, 100, 7),  # 0.07 * 100 is 7.000000000000001, which the reference rounds up to 8
         (0.29, 100, 29),
         (1.1, 10, 11),
         (1.0, 4, 4),
@@ -54,34 +54,34 @@ def test_aborted_groups_start_again_only_without_partial_rollout() -> None:
         (3, 3, Plan(ALL, 0, True)),
         (3, 9, Plan(ALL, 0, True)),
         (0, 1, Plan(ALL, 4, False)),
-        (0, 0, Plan(ALL, 4, False)),  # what comes back meanwhile is drawn at once
+        (0, 0, Plan(ALL, 4, False)),  # groups that are returned meanwhile are drawn at once
         (-1, 5, Plan((Status.INIT, Status.ABORTED), 4, False)),
         (-1, 0, Plan((Status.INIT, Status.ABORTED), 4, False)),
     ],
 )
-def test_what_is_drawn_first(trigger: int, waiting: int, plan: Plan) -> None:
+def test_the_trigger_decides_what_is_drawn_first(trigger: int, waiting: int, plan: Plan) -> None:
     assert make_plan(trigger=trigger, waiting=waiting, partial=True, budget=4) == plan
 
 
-def test_without_partial_rollout_stopped_groups_wait_for_a_tail_too() -> None:
+def test_without_partial_rollout_aborted_groups_wait_for_a_tail_batch() -> None:
     assert make_plan(trigger=3, waiting=2, partial=False, budget=4).statuses == (Status.INIT,)
     assert make_plan(trigger=3, waiting=3, partial=False, budget=4).statuses == ALL
     assert make_plan(trigger=-1, waiting=3, partial=False, budget=4).statuses == (Status.INIT, Status.ABORTED)
 
 
-def test_so_many_are_started_that_the_target_and_the_budget_are_under_way() -> None:
+def test_enough_groups_are_started_for_the_target_and_the_budget() -> None:
     assert to_start(target=10, available=9, budget=4, in_flight=0) == 5
     assert to_start(target=10, available=9, budget=4, in_flight=3) == 2
     assert to_start(target=10, available=9, budget=4, in_flight=5) == 0
     assert to_start(target=4, available=3, budget=0, in_flight=0) == 1
 
 
-def test_one_is_under_way_as_long_as_it_goes_on() -> None:
+def test_at_least_one_group_is_in_flight() -> None:
     assert to_start(target=10, available=12, budget=0, in_flight=0) == 1
     assert to_start(target=10, available=12, budget=0, in_flight=1) == 0
 
 
-def test_the_numbers_are_those_of_the_specification() -> None:
+def test_the_defaults_are_those_of_the_specification() -> None:
     timeouts = Timeouts()
     assert timeouts.member_timeout_s == 1800
     assert timeouts.pause_interval_s == 5
@@ -103,7 +103,7 @@ def test_timeouts_are_positive_seconds(seconds: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [0, -1, 1.5, "5", True])
-def test_budgets_are_whole_numbers_from_one(number: Any) -> None:
+def test_budgets_are_positive_integers(number: Any) -> None:
     for name in Budgets.__struct_fields__:
         with pytest.raises(InvalidInput, match=name):
             Budgets(**{name: number})

@@ -1,4 +1,4 @@
-"""What producing says of itself: figures for any logger, a bar on a terminal, a line of the log elsewhere."""
+"""Statistics and progress of producing: counts for any logger, a bar on a terminal, otherwise a log line."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import sys
 import pytest
 
 from forebay import NoProgress, RolloutState, Status, TerminalProgress
-from forebay.produce import progress
-from forebay.produce.figures import Figures, Outcome, quantile
+from forebay.produce import stats
+from forebay.produce.stats import Figures, Outcome, quantile
 from forebay.testing import make_group
 from tests.test_strategy import TASK, Counted, Producer, after, answer, never, running_ahead, simulated
 
@@ -39,11 +39,11 @@ COUNTS = {
     "pause_s",
 }
 
-# --- figures ----------------------------------------------------------------------------------------------
+# --- statistics -------------------------------------------------------------------------------------------
 
 
 def short(stats: dict[str, float]) -> dict[str, float]:
-    """The figures of the task by their last name, without zeros."""
+    """The counts of the task by the last part of their name, without zeros."""
     return {name.removeprefix(PREFIX): value for name, value in stats.items() if value}
 
 
@@ -61,7 +61,7 @@ def outcome(status: Status | None, **changes: object) -> Outcome:
     return Outcome(**(fields | changes))  # type: ignore[arg-type]
 
 
-def test_a_task_that_nothing_was_produced_for_has_zeros_only() -> None:
+def test_a_task_without_groups_has_only_zeros() -> None:
     flat = Figures().flat(TASK, 0)
     assert flat == dict.fromkeys((PREFIX + name for name in COUNTS), 0)
 
@@ -70,7 +70,7 @@ def test_every_end_of_an_attempt_is_counted_under_its_name() -> None:
     figures = Figures()
     for status in (Status.COMPLETED, Status.COMPLETED, Status.FAILED, Status.FILTERED, Status.ABORTED, Status.EXPIRED):
         figures.count(outcome(status))
-    figures.count(outcome(None))  # it was no longer ours
+    figures.count(outcome(None))  # it no longer belonged to this producer
     figures.count(outcome(Status.ABORTED, failed=True, error="down"))
     assert short(figures.flat(TASK, 3)) == {
         "attempts": 8,
@@ -90,7 +90,7 @@ def test_every_end_of_an_attempt_is_counted_under_its_name() -> None:
     }
 
 
-def test_times_are_of_groups_that_were_generated_to_their_end() -> None:
+def test_times_count_only_completely_generated_groups() -> None:
     figures = Figures()
     for seconds in range(1, 101):
         figures.count(outcome(Status.COMPLETED, seconds=float(seconds)))
@@ -123,7 +123,7 @@ def test_rewards_are_averaged_over_samples() -> None:
 
 
 @simulated
-async def test_the_figures_of_a_run() -> None:
+async def test_the_counts_of_a_run_match_the_ledger() -> None:
     calls = Counted()
 
     async def mixed(state: RolloutState) -> None:
@@ -157,8 +157,8 @@ async def test_the_figures_of_a_run() -> None:
 
 
 @simulated
-async def test_figures_are_right_in_the_moment_in_which_a_batch_is_there() -> None:
-    """The last group, or all of them, were counted a moment later, and were still said to be in flight."""
+async def test_counts_are_final_when_a_batch_is_ready() -> None:
+    """All groups of the batch are counted, and none of them is in flight."""
     producer = running_ahead(after(2), over_sample_threshold=0.5)
     await producer.produce(4)
     assert short(producer.strategy.stats()) == {
@@ -175,7 +175,7 @@ async def test_figures_are_right_in_the_moment_in_which_a_batch_is_there() -> No
 
 
 @simulated
-async def test_what_expired_and_was_dropped_is_counted_as_discarded() -> None:
+async def test_dropped_expired_groups_are_counted_as_discarded() -> None:
     producer = running_ahead(tail_batch_trigger_size=-1, max_staleness=0, members=1)
     await producer.buffer.put(make_group(model_step=0), "code")
     await producer.produce(3, 1)
@@ -186,7 +186,7 @@ async def test_what_expired_and_was_dropped_is_counted_as_discarded() -> None:
 
 
 @simulated
-async def test_discarded_is_what_was_discarded_since_the_strategy_was_made() -> None:
+async def test_discarded_counts_from_the_creation_of_the_strategy() -> None:
     producer = Producer(members=1)
     await producer.buffer.put(make_group(), TASK)
     await producer.buffer.discard({}, "of an earlier run")
@@ -205,7 +205,7 @@ class Terminal(io.StringIO):
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr("forebay.produce.progress.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("forebay.produce.stats.time.monotonic", lambda: self.now)
 
 
 @pytest.fixture
@@ -213,7 +213,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return Clock(monkeypatch)
 
 
-def test_a_terminal_shows_one_line_that_is_drawn_anew(clock: Clock) -> None:
+def test_a_terminal_shows_one_line_that_is_redrawn(clock: Clock) -> None:
     terminal = Terminal()
     shown = TerminalProgress(terminal)
     figures = Figures(completed=1, filtered=2, failed=3)
@@ -226,7 +226,7 @@ def test_a_terminal_shows_one_line_that_is_drawn_anew(clock: Clock) -> None:
     assert "  code [................] 0/2 0 done" in line
 
 
-def test_a_line_covers_a_longer_one_before_it(clock: Clock) -> None:
+def test_a_line_overwrites_a_longer_one_before_it(clock: Clock) -> None:
     terminal = Terminal()
     shown = TerminalProgress(terminal)
     shown.update("math", 0, 4, 3, Figures(completed=1000))
@@ -236,7 +236,7 @@ def test_a_line_covers_a_longer_one_before_it(clock: Clock) -> None:
     assert len(last) == len(before)
 
 
-def test_a_terminal_is_not_drawn_on_more_often_than_an_eye_can_follow(clock: Clock) -> None:
+def test_a_terminal_is_redrawn_at_most_ten_times_per_second(clock: Clock) -> None:
     terminal = Terminal()
     shown = TerminalProgress(terminal)
     for available in range(50):
@@ -247,11 +247,11 @@ def test_a_terminal_is_not_drawn_on_more_often_than_an_eye_can_follow(clock: Clo
     assert "100/100" in terminal.getvalue()  # the end is always shown
 
 
-def test_elsewhere_it_is_a_line_of_the_log_now_and_then(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """A task that was heard of often kept the others out of the log."""
+def test_without_a_terminal_each_task_is_logged_in_turn(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """A task that is updated often does not keep the others out of the log."""
     stream = io.StringIO()
     shown = TerminalProgress(stream)
-    with caplog.at_level(logging.INFO, "forebay.produce.progress"):
+    with caplog.at_level(logging.INFO, "forebay.produce.stats"):
         for second in range(21):
             shown.update("math", second, 100, 3, Figures(completed=second))
             shown.update("code", 1, 2, 1, Figures())
@@ -263,7 +263,7 @@ def test_elsewhere_it_is_a_line_of_the_log_now_and_then(clock: Clock, caplog: py
     assert lines[0] == ("produce_progress task=math available=0 target=100 0 done, 3 in flight, 0 filtered, 0 failed")
 
 
-def test_a_stream_that_is_closed_gone_or_broken_ends_no_run(
+def test_a_stream_that_is_closed_missing_or_broken_ends_no_run(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     closed = Terminal()
@@ -283,29 +283,27 @@ def test_a_stream_that_is_closed_gone_or_broken_ends_no_run(
 
     TerminalProgress(Ascii()).update("größe", 1, 4, 3, Figures())
     monkeypatch.setattr(sys, "stderr", None)
-    with caplog.at_level(logging.INFO, "forebay.produce.progress"):
+    with caplog.at_level(logging.INFO, "forebay.produce.stats"):
         TerminalProgress().update("math", 1, 4, 3, Figures())
     assert "produce_progress task=math" in caplog.text
 
 
-def test_the_standard_one_follows_standard_error_wherever_it_goes(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_default_progress_follows_standard_error(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     TerminalProgress().update("math", 1, 4, 3, Figures())
     assert "math" in terminal.getvalue()
-    assert progress.default_progress() is progress.default_progress()
+    assert stats.default_progress() is stats.default_progress()
 
 
-def test_a_bar_is_full_at_and_beyond_its_end() -> None:
-    assert progress.bar(0, 0, width=4) == "[####] 0/0"
-    assert progress.bar(9, 3, width=4) == "[####] 9/3"
-    assert progress.bar(0, 3, width=4) == "[....] 0/3"
+def test_a_bar_is_full_at_and_beyond_its_target() -> None:
+    assert stats.bar(0, 0, width=4) == "[####] 0/0"
+    assert stats.bar(9, 3, width=4) == "[####] 9/3"
+    assert stats.bar(0, 3, width=4) == "[....] 0/3"
 
 
 @simulated
-async def test_a_strategy_tells_how_far_it_is() -> None:
+async def test_a_strategy_reports_its_progress() -> None:
     heard: list[tuple[str, int, int, int]] = []
 
     class Listening(NoProgress):

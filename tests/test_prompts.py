@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from forebay import RolloutState, SampleParams, Status
 from forebay.errors import InvalidRecord
-from forebay.prompts import ToRolloutState, build_prompt, independent
+from forebay.prompts.sources import ToRolloutState, build_prompt, independent
 
 TURN = {"role": "user", "content": "hello"}
 
@@ -73,7 +73,7 @@ def test_a_ready_sample_is_taken_without_its_old_identity() -> None:
     assert old.status is Status.FAILED
 
 
-def test_a_record_of_the_users_own_shape_is_mapped() -> None:
+def test_a_record_of_another_shape_is_mapped() -> None:
     assert built(("hello", 4), lambda record: {"prompt": record[0], "answer": record[1]}).extra_fields == {"answer": 4}
     assert built("hello", lambda record: RolloutState(message=[{"role": "user", "content": record}])).message == [TURN]
 
@@ -118,12 +118,12 @@ def test_without_tokens_there_are_none() -> None:
         (None, "it is a NoneType"),
         ([TURN], "it is a list"),
         ({"message": []}, r"its message is \[\]"),
-        ({"message": {"role": "user"}}, "expected a list of messages"),
+        ({"message": {"role": "user"}}, "expected a non-empty list of messages"),
         ({"message": 5}, "its message is 5"),
         ({"message": ["hello"]}, "a str among its turns"),
         ({"message": [TURN, None]}, "a NoneType among its turns"),
         ({"message": [{"role": ["user"], "content": ["hello"]}]}, "must not collate"),
-        ({"prompt": "a", "prompt_ids": [1.0, 2.0]}, "hold float; expected whole numbers"),
+        ({"prompt": "a", "prompt_ids": [1.0, 2.0]}, "hold float; expected integers"),
         ({"prompt": "a", "prompt_ids": [True]}, "hold bool"),
         ({"prompt": "a", "prompt_ids": ["1"]}, "hold str"),
         ({"prompt": "a", "prompt_ids": [[1, 2]]}, "hold list"),
@@ -133,17 +133,17 @@ def test_without_tokens_there_are_none() -> None:
         ({"prompt": "a", "prompt_ids": np.array([0.5])}, "hold float64"),
         ({"prompt": "a", "prompt_ids": np.array([], int)}, "are empty"),
         ({"prompt": "a", "prompt_ids": np.array([[1, 2]])}, r"numpy array of shape \(1, 2\)"),
-        ({"prompt": "a", "tools": "[]"}, "its tools is a str; expected a list"),
+        ({"prompt": "a", "tools": "[]"}, "its tools is a str; expected list or None"),
         ({"prompt": "a", "tools": ["search"]}, "its tools have a str among them"),
-        ({"prompt": "a", "reward_model": "judge"}, "its reward_model is a str; expected a dict"),
-        ({"prompt": "a", "mm_info": [1]}, "its mm_info is a list; expected a dict"),
-        ({"prompt": "a", "session_id": 1.5}, "its session_id is a float; expected a int or a str"),
+        ({"prompt": "a", "reward_model": "judge"}, "its reward_model is a str; expected dict or None"),
+        ({"prompt": "a", "mm_info": [1]}, "its mm_info is a list; expected dict or None"),
+        ({"prompt": "a", "session_id": 1.5}, "its session_id is a float; expected int or str or None"),
         ({"prompt": "a", "sample_params": {"temperature": "hot"}}, "its sample_params cannot be read"),
         ({"prompt": "a", "sample_params": {"n": 4}}, "give the sampler prompt_repeat_k=4"),
         ({"prompt": "a", "sample_params": {"stops": ["x"]}}, "its sample_params have stops; expected some of"),
         ({"prompt": "a", "extra_fields": [1]}, "cannot be mapped: TypeError"),
         (RolloutState(message=[]), r"its message is \[\]"),
-        (RolloutState(message=[TURN], response_ids=[1], logprobs=[0.1, 0.2]), "2 entries in logprobs"),
+        (RolloutState(message=[TURN], response_ids=[1], logprobs=[0.1, 0.2]), "logprobs .* has 2 items"),
     ],
 )
 def test_a_record_that_makes_no_prompt_is_refused_with_its_index(record: Any, said: str) -> None:

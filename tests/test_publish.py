@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.checkpoint import ENVELOPE as ROLLOUTS
-from forebay.checkpoint import CheckpointWriter, open_checkpoint
-from forebay.errors import CheckpointError, DamagedData, InvalidInput
-from forebay.files import FileOps
-from forebay.publish import DirectoryWriter, Envelope, OtherVersion, open_plain, open_published
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.format import ENVELOPE as ROLLOUTS
+from forebay.checkpoint.format import CheckpointWriter, open_checkpoint
+from forebay.checkpoint.publish import DirectoryWriter, Envelope, open_plain, open_published
+from forebay.errors import CheckpointError, DamagedData, InvalidInput, UnreadableData
 from tests.failing_files import Failing
 from tests.test_checkpoint_format import failure
 
@@ -116,13 +116,15 @@ def test_every_altered_byte_every_other_length_and_an_older_version_is_refused()
             ENVELOPE.open(wrong, Path("here"))
 
 
-def test_a_newer_version_is_kept_apart_from_damage() -> None:
-    with pytest.raises(OtherVersion, match="version 4; this Forebay reads 3"):
+def test_another_version_is_unreadable_and_not_damaged() -> None:
+    with pytest.raises(UnreadableData, match="version 4; this Forebay reads 3"):
         ENVELOPE.open(Envelope("forebay-things", 4).seal(b"{}"), Path("here"))
+    with pytest.raises(UnreadableData, match=r"version 2, which an older Forebay wrote; .* reads only version 3"):
+        ENVELOPE.open(Envelope("forebay-things", 2).seal(b"{}"), Path("here"))
 
 
 def test_a_body_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forebay.publish.MAX_MANIFEST_BYTES", 1000)
+    monkeypatch.setattr("forebay.checkpoint.publish.MAX_MANIFEST_BYTES", 1000)
     ENVELOPE.seal(b"1" * 800)
     with pytest.raises(InvalidInput, match="expected at most 1000"):
         ENVELOPE.seal(b"1" * 1000)
@@ -130,10 +132,10 @@ def test_a_body_that_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_one_kind_of_checkpoint_where_another_is_expected_is_named(tmp_path: Path, store: Path) -> None:
     save(tmp_path / "things", OLD, store)
-    with pytest.raises(DamagedData, match="is of format 'forebay-things'; expected 'forebay-checkpoint'"):
+    with pytest.raises(DamagedData, match="has format 'forebay-things'; expected 'forebay-checkpoint'"):
         open_checkpoint(tmp_path / "things")
     before = listing(tmp_path / "things")
-    with pytest.raises(InvalidInput, match=r"is of format 'forebay-things'; expected .* save to another directory"):
+    with pytest.raises(InvalidInput, match=r"has format 'forebay-things'; .* use another directory"):
         CheckpointWriter(tmp_path / "things")
     assert listing(tmp_path / "things") == before
     assert load(tmp_path / "things") == OLD
@@ -190,7 +192,7 @@ def test_a_symbolic_link_under_the_name_is_another_file(tmp_path: Path, store: P
 
 
 @pytest.mark.parametrize("kind", ["symlink", "directory", "missing"])
-def test_what_is_not_a_plain_file_is_not_linked(tmp_path: Path, store: Path, kind: str) -> None:
+def test_only_plain_files_are_linked(tmp_path: Path, store: Path, kind: str) -> None:
     source = tmp_path / "source"
     if kind == "symlink":
         source.symlink_to(store / "kept-1.bin")
@@ -213,7 +215,7 @@ def test_where_links_are_impossible_the_caller_copies(tmp_path: Path, store: Pat
     assert (store / "kept-1.bin").stat().st_nlink == 1
 
 
-def test_giving_up_removes_new_links_and_leaves_earlier_files(tmp_path: Path, store: Path) -> None:
+def test_aborting_removes_new_links_and_leaves_earlier_files(tmp_path: Path, store: Path) -> None:
     path = tmp_path / "things"
     save(path, OLD, store)
     before = listing(path)
@@ -232,14 +234,14 @@ def test_giving_up_removes_new_links_and_leaves_earlier_files(tmp_path: Path, st
 
 @pytest.mark.parametrize("name", ["manifest.json", "other.bin", "../made-1.bin", "made-1.bin\n", ""])
 def test_only_names_of_the_format_are_created_or_linked(tmp_path: Path, store: Path, name: str) -> None:
-    with writer_of(tmp_path / "things") as writer, pytest.raises(InvalidInput, match="no name"):
+    with writer_of(tmp_path / "things") as writer, pytest.raises(InvalidInput, match="not a file name"):
         writer.create(name)
-    with writer_of(tmp_path / "things") as writer, pytest.raises(InvalidInput, match="no name"):
+    with writer_of(tmp_path / "things") as writer, pytest.raises(InvalidInput, match="not a file name"):
         writer.link(store / "kept-1.bin", name)
     assert listing(tmp_path / "things") == set()
 
 
-def test_a_manifest_that_names_what_was_not_written_is_not_published(tmp_path: Path, store: Path) -> None:
+def test_a_manifest_that_names_a_missing_file_is_not_published(tmp_path: Path, store: Path) -> None:
     path = tmp_path / "things"
     save(path, OLD, store)
     with writer_of(path) as writer, pytest.raises(InvalidInput, match=r"made-2\.bin"):
@@ -255,7 +257,7 @@ def test_files_that_are_still_open_are_finished_and_those_not_named_removed(tmp_
         first, second = writer.create("made-1.bin"), writer.create("made-2.bin")
         writer.write(first, [b"a"])
         writer.finish(first)
-        with pytest.raises(InvalidInput, match="no file"):
+        with pytest.raises(InvalidInput, match="not an open file"):
             writer.write(first, [b"a"])
     assert listing(tmp_path) == set()
     with writer_of(tmp_path, files) as writer:
@@ -271,7 +273,7 @@ def test_files_that_are_still_open_are_finished_and_those_not_named_removed(tmp_
     assert listing(tmp_path) == {"manifest.json", "made-1.bin"}
 
 
-def test_nothing_is_swept_when_the_manifest_before_is_damaged(tmp_path: Path, store: Path) -> None:
+def test_no_file_is_removed_when_the_manifest_before_is_damaged(tmp_path: Path, store: Path) -> None:
     path = tmp_path / "things"
     save(path, OLD, store)
     (path / "manifest.json").write_bytes((path / "manifest.json").read_bytes()[:-5])
@@ -286,7 +288,7 @@ def test_nothing_is_swept_when_the_manifest_before_is_damaged(tmp_path: Path, st
 
 
 def test_only_one_writer_at_a_time(tmp_path: Path) -> None:
-    with writer_of(tmp_path), pytest.raises(CheckpointError, match="under way"):
+    with writer_of(tmp_path), pytest.raises(CheckpointError, match="in progress"):
         writer_of(tmp_path)
     writer_of(tmp_path).abort()
 

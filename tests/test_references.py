@@ -16,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay import MemoryStorage, ReplayBuffer, RolloutState, Status, Storage, UnsupportedPayload, group_bytes
-from forebay.codec import decode_group, encode_group
-from forebay.errors import DamagedData, ReferenceLost
-from forebay.references import (
-    FIELDS,
+from forebay.buffer.internal import internals
+from forebay.codec.frame import decode_group, encode_group
+from forebay.core.references import (
     REFERENCE_BYTES,
     Resolved,
     as_values,
@@ -31,8 +30,9 @@ from forebay.references import (
     unregister,
     without_references,
 )
-from forebay.rollout import Group
-from forebay.storage.pandas import PandasStorage
+from forebay.core.rollout import USER_FIELDS, Group
+from forebay.errors import DamagedData, ReferenceLost
+from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from tests.storage.postgres_server import Schemas
@@ -94,7 +94,7 @@ IMAGE = np.arange(12, dtype=np.uint8).reshape(3, 4)
 
 
 def picture_group(image: Ticket, *, samples: int = 3, **options: Any) -> list[RolloutState]:
-    """Members that share an image in their prompt, and have experts of their own that share it, too."""
+    """Members that share an image in their prompt, and each refer to it in their experts."""
     group = make_group(samples, **options)
     info = {"images": [image], "sizes": (3, 4)}
     for state in group:
@@ -124,8 +124,8 @@ def mention(count: int, name: str) -> Callable[[Any], list[RolloutState]]:
 # --- frames -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", FIELDS)
-async def test_references_may_stand_in_every_field_of_the_users_own_at_any_depth(name: str, room: Cloakroom) -> None:
+@pytest.mark.parametrize("name", USER_FIELDS)
+async def test_every_field_of_user_data_may_hold_references_at_any_depth(name: str, room: Cloakroom) -> None:
     group = tuple(mention(2, name)(room.put(IMAGE)))
     beside: list[Any] = []
     found = decode_group(encode_group(group, beside), beside)
@@ -136,7 +136,7 @@ async def test_references_may_stand_in_every_field_of_the_users_own_at_any_depth
     assert np.array_equal(room.values[2], IMAGE)
 
 
-def test_frames_without_references_are_what_they_always_were(room: Cloakroom) -> None:
+def test_frames_without_references_are_of_version_1(room: Cloakroom) -> None:
     group = make_group(3)
     beside: list[Any] = []
     frame = encode_group(group, beside)
@@ -172,7 +172,7 @@ def test_a_reference_is_refused_where_nothing_can_carry_it(room: Cloakroom) -> N
             decode_group(frame, beside)
 
 
-async def test_what_members_share_is_written_once_and_put_back_once(room: Cloakroom) -> None:
+async def test_a_value_that_members_share_is_written_once_and_put_back_once(room: Cloakroom) -> None:
     picture = np.zeros(50_000, np.uint8)
     image = room.put(picture)
     group = tuple(picture_group(image, samples=8))
@@ -185,7 +185,7 @@ async def test_what_members_share_is_written_once_and_put_back_once(room: Cloakr
     assert is_reference(found[0].routed_experts)
 
 
-async def test_members_with_prompts_of_their_own_share_a_value_nevertheless(room: Cloakroom) -> None:
+async def test_members_with_separate_prompts_share_a_value(room: Cloakroom) -> None:
     image = room.put(np.zeros(50_000, np.uint8))
     group = tuple(make_group(4))
     for index, state in enumerate(group):
@@ -256,7 +256,7 @@ def test_groups_with_references_come_out_as_they_went_in(kept: list[Any], data: 
         unregister(Ticket)
 
 
-def test_a_process_that_cannot_put_values_back_has_them_in_their_place(room: Cloakroom) -> None:
+def test_a_process_that_cannot_put_values_back_gets_plain_values(room: Cloakroom) -> None:
     frame = encode_group(asyncio.run(resolve_group(tuple(picture_group(room.put(IMAGE))))))
     room.open = False
     for _ in range(2):
@@ -298,7 +298,7 @@ async def test_the_error_names_what_cannot_be_encoded_and_not_the_reference_besi
 # --- resolving ----------------------------------------------------------------------------------------
 
 
-async def test_resolving_leaves_alone_what_was_handed_in(room: Cloakroom) -> None:
+async def test_resolving_does_not_change_the_group_that_was_given(room: Cloakroom) -> None:
     image = room.put(IMAGE)
     group = tuple(picture_group(image))
     resolved = await resolve_group(group)
@@ -323,7 +323,7 @@ async def test_a_lost_value_is_named_with_its_path(room: Cloakroom) -> None:
     assert [state.status for state in group] == [Status.COMPLETED] * 2
 
 
-async def test_data_that_holds_itself_or_is_too_deep_is_left_to_whoever_writes_it(room: Cloakroom) -> None:
+async def test_the_codec_refuses_data_that_holds_itself_or_is_too_deep(room: Cloakroom) -> None:
     circle: list[Any] = [room.put(1)]
     circle += [circle, circle]
     deep: Any = [room.put(1)]
@@ -367,7 +367,7 @@ KEEPING: dict[str, Callable[[], Storage]] = {"memory": MemoryStorage, "pandas": 
 async def test_storages_of_objects_keep_references(storage: str, room: Cloakroom) -> None:
     image = room.put(IMAGE)
     async with ReplayBuffer(storage=KEEPING[storage]()) as buffer:
-        assert buffer.storage.keeps_references
+        assert not buffer.storage.durable
         await buffer.put(picture_group(image), "math")
         async with buffer.lease_batch({"math": 1}, train_step=1) as lease:
             assert all(found is image for found in images(lease.groups[0]))
@@ -378,7 +378,7 @@ async def test_durable_storages_keep_values_and_put_them_back_once_for_each_hand
     room: Cloakroom, tmp_path: Path
 ) -> None:
     async with ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db")) as buffer:
-        assert not buffer.storage.keeps_references
+        assert buffer.storage.durable
         uids = await buffer.put_many([picture_group(room.put(np.zeros(9_000, np.uint8))) for _ in range(3)], "math")
         records = await buffer.query({})
         assert all(record.bytes > 9_000 for record in records)
@@ -397,9 +397,8 @@ async def test_durable_storages_keep_values_and_put_them_back_once_for_each_hand
 
 async def test_a_lost_value_fails_its_group_with_the_reason_and_no_other(room: Cloakroom, tmp_path: Path) -> None:
     async with ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db")) as buffer:
-        drawn = await buffer.issue(
-            [picture_group(room.put(IMAGE), status=Status.INIT) for _ in range(2)], "m", cursor=0
-        )
+        prompts = [picture_group(room.put(IMAGE), status=Status.INIT) for _ in range(2)]
+        drawn = (await internals(buffer).issue(prompts, "m", cursor=0)).groups
         for group, ticket in zip(drawn, (Ticket(99), room.put(IMAGE)), strict=True):
             assert all(type(image) is Ticket for image in images(group))
             for state in group:
@@ -421,21 +420,22 @@ async def test_a_lost_value_fails_its_group_with_the_reason_and_no_other(room: C
 async def test_a_prompt_with_a_lost_value_ends_when_it_is_drawn(room: Cloakroom, tmp_path: Path) -> None:
     async with ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db")) as buffer:
         prompts = [picture_group(ticket, status=Status.INIT) for ticket in (room.put(1), Ticket(99), room.put(2))]
-        drawn = await buffer.issue(prompts, "math", cursor=0)
+        drawn = (await internals(buffer).issue(prompts, "math", cursor=0)).groups
         assert [group[0].group_id for group in drawn] == [0, 2]
         assert await closed_ledger(buffer) == {"issued": 3, "in_flight": 2, "failed": 1}
         assert list((await buffer.reasons())["math"]) == ["$[0].mm_info.images[0]: the cloakroom burnt down"]
-        assert await buffer.position("math") == (3, None)
+        assert await internals(buffer).position("math") == (3, None)
 
 
 async def test_values_of_groups_that_end_as_they_come_are_not_asked_for(room: Cloakroom, tmp_path: Path) -> None:
     async with ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db")) as buffer:
-        drawn = await buffer.issue([make_group(status=Status.INIT) for _ in range(2)], "math", cursor=0)
+        prompts = [make_group(status=Status.INIT) for _ in range(2)]
+        drawn = (await internals(buffer).issue(prompts, "math", cursor=0)).groups
         for group, status in zip(drawn, (Status.FILTERED, Status.FAILED), strict=True):
             for state in group:
                 state.status, state.routed_experts = status, Ticket(99)
         await buffer.put_many(drawn, "math")
-        buffer.set_limits("math", stale_threshold=1, retryable=False)
+        await buffer.set_limits("math", stale_threshold=1, retryable=False)
         await buffer.put(picture_group(Ticket(99)), "math", model_step=0, current_train_step=9)
         assert room.gets == 0
         assert await closed_ledger(buffer) == {"issued": 3, "filtered": 1, "failed": 1, "discarded": 1}
@@ -445,10 +445,10 @@ async def test_values_of_groups_that_end_as_they_come_are_not_asked_for(room: Cl
 async def test_expiring_a_stored_group_keeps_its_references(room: Cloakroom, tmp_path: Path) -> None:
     async with ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db")) as buffer:
         await buffer.put(picture_group(room.put(IMAGE), model_step=0), "math")
-        buffer.set_limits("math", stale_threshold=2)
+        await buffer.set_limits("math", stale_threshold=2)
         assert await buffer.refresh_staleness(task_stale_thresholds={"math": 2}, current_train_step=9) == {"math": 1}
         assert room.puts == 1  # it was only written again
-        (group,) = await buffer.redraw(1, "math")
+        (group,) = await internals(buffer).redraw(1, "math")
         (ticket,) = references_of(group)
         assert np.array_equal(room.values[ticket.number], IMAGE)
         assert all(state.routed_experts is None for state in group)
@@ -471,7 +471,7 @@ async def test_a_shared_database_keeps_values_too(room: Cloakroom, schemas: Sche
         await buffer.save(tmp_path / "checkpoint", model_step=0)
         await buffer.refresh_staleness(task_stale_thresholds={"math": 2}, current_train_step=9)
         assert room.puts == 1
-        (group,) = await buffer.redraw(1, "math")
+        (group,) = await internals(buffer).redraw(1, "math")
         (ticket,) = references_of(group)
         assert np.array_equal(room.values[ticket.number], IMAGE)
         assert room.puts == 2
@@ -508,7 +508,7 @@ async def saved(room: Cloakroom, path: Path) -> None:
     """Two groups that share an image, one in flight and one leased, and one without any."""
     image = room.put(np.zeros(9_000, np.uint8))
     buffer = ReplayBuffer()
-    await buffer.issue([picture_group(image, status=Status.INIT)], "math", cursor=0)
+    await internals(buffer).issue([picture_group(image, status=Status.INIT)], "math", cursor=0)
     await buffer.put_many([picture_group(image), make_group()], "math")
     await buffer.lease_batch({"math": 1}, train_step=5)
     await buffer.save(path / "checkpoint", model_step=1)
@@ -529,7 +529,7 @@ async def test_checkpoints_hold_values_and_resuming_puts_each_back_once(
         assert await closed_ledger(buffer) == {"issued": 3, "buffered": 3}
         sizes = {record.group_id: record.bytes for record in await buffer.query({})}
         assert (sizes[0] > 9_000) == (storage == "sqlite")
-        drawn = await buffer.redraw(1, "math")
+        drawn = await internals(buffer).redraw(1, "math")
         lease = await buffer.lease_batch({"math": 2}, train_step=2)
         assert room.puts == 12
         for group in (drawn[0], lease.groups[0]):
@@ -556,7 +556,7 @@ async def test_a_process_without_that_kind_reads_a_checkpoint_with_plain_values(
     unregister(Ticket)
     async with ReplayBuffer() as buffer:
         await buffer.resume(tmp_path / "checkpoint")
-        (group,) = await buffer.redraw(1, "math")
+        (group,) = await internals(buffer).redraw(1, "math")
         assert all(image.nbytes == 9_000 for image in images(group))
 
 
@@ -564,7 +564,7 @@ async def test_g01_a_group_whose_value_is_lost_fails_in_the_storage_and_in_the_c
     room: Cloakroom, tmp_path: Path
 ) -> None:
     buffer = ReplayBuffer(keep_trained=2)
-    await buffer.issue([picture_group(Ticket(99), status=Status.INIT)], "math", cursor=0)
+    await internals(buffer).issue([picture_group(Ticket(99), status=Status.INIT)], "math", cursor=0)
     await buffer.put_many([picture_group(ticket) for ticket in (Ticket(99), room.put(1), Ticket(99))], "math")
     async with buffer.lease_batch({"math": 1}, train_step=5):
         pass

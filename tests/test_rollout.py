@@ -1,24 +1,31 @@
-"""What follows from a sample or a group alone: status, versions, resetting, size and reward."""
+"""Samples and groups alone: the table of fields, status, versions, resetting, size and reward."""
 
 from __future__ import annotations
 
 import gc
 import re
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import InvalidGroup, InvalidInput, UnsupportedPayload
-from forebay.rollout import (
+from forebay import ReplayBuffer
+from forebay.core.payload import freeze_arrays, group_bytes, shares_prompt
+from forebay.core.rollout import (
+    COLUMNS,
+    DRAWABLE,
+    FIELDS,
+    ISSUED_FIELDS,
+    PROMPT_FIELDS,
+    USER_FIELDS,
+    Part,
     RolloutState,
     SampleParams,
     Status,
     finish_status,
-    freeze_arrays,
-    group_bytes,
     group_reward,
     group_status,
     group_tokens,
@@ -26,6 +33,7 @@ from forebay.rollout import (
     version_spans_of,
     versioned_tokens,
 )
+from forebay.errors import InvalidGroup, InvalidInput, UnsupportedPayload
 
 
 def sample(**fields: Any) -> RolloutState:
@@ -43,7 +51,7 @@ def test_statuses_are_their_lower_case_names() -> None:
     assert {status.name: str(status) for status in Status} == {name: name.lower() for name in Status.__members__}
 
 
-def test_a_status_and_its_text_find_the_same_entry_of_a_dict() -> None:
+def test_a_status_and_its_string_find_the_same_entry_of_a_dict() -> None:
     assert {Status.FAILED: 1}["failed"] == 1  # type: ignore[index]
     assert {"failed": 1}[Status.FAILED] == 1
 
@@ -88,17 +96,81 @@ def test_a_group_without_members_has_no_status() -> None:
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "STOP"])
-def test_an_engine_that_finished_made_a_completed_sample(reason: str) -> None:
+def test_the_finish_reasons_stop_and_length_mean_a_completed_sample(reason: str) -> None:
     assert finish_status(reason) is Status.COMPLETED
 
 
-def test_an_engine_that_was_stopped_made_an_aborted_sample() -> None:
+def test_the_finish_reason_abort_means_an_aborted_sample() -> None:
     assert finish_status("abort") is Status.ABORTED
 
 
 @pytest.mark.parametrize("reason", ["content_filter", "error", "tool_calls", "", None])
 def test_any_other_finish_reason_is_a_failure(reason: str | None) -> None:
     assert finish_status(reason) is Status.FAILED
+
+
+def test_the_drawable_statuses_are_those_that_wait_for_another_try() -> None:
+    assert DRAWABLE == (Status.INIT, Status.EXPIRED, Status.ABORTED)
+
+
+# --- the table of fields ------------------------------------------------------------------------------
+
+
+def stated_types(hint: Any) -> set[type]:
+    """The exact types that an annotation allows; empty for Any."""
+    if get_origin(hint) in (Union, UnionType):
+        return set().union(*map(stated_types, get_args(hint)))
+    return set() if hint is Any else {get_origin(hint) or hint}
+
+
+def test_the_table_has_every_field_in_the_order_of_the_class() -> None:
+    assert tuple(FIELDS) == RolloutState.__struct_fields__
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_table_agrees_with_the_annotations_of_the_class(name: str) -> None:
+    field, hint = FIELDS[name], get_type_hints(RolloutState)[name]
+    if field.column:
+        assert RolloutState.__annotations__[name] == "TokenColumn | None"
+        assert set(field.types) == {list, np.ndarray, type(None)}
+    else:
+        assert set(field.types) == stated_types(hint)
+    assert field.of_dicts == ("list[dict[str, Any]]" in RolloutState.__annotations__[name])
+    assert field.user_data == ("Any" in RolloutState.__annotations__[name]), "untyped data is the user's"
+
+
+def test_the_groups_of_fields_follow_from_the_table() -> None:
+    assert COLUMNS == ("prompt_ids", "tokens", "response_ids", "logprobs", "response_mask", "input_ids", "labels")
+    prompt = ("message", "prompt_ids", "data_source", "reward_model", "mm_info", "tools", "tool_choice")
+    assert prompt == PROMPT_FIELDS
+    assert set(ISSUED_FIELDS) == {*prompt, "session_id", "sample_params", "extra_fields"}
+    response = {"tool_calls", "routed_experts", "reward", "loop_state"}
+    assert set(USER_FIELDS) == {*prompt, *response, "extra_fields"} - {"prompt_ids"}
+    assert response == {name for name in USER_FIELDS if FIELDS[name].part is Part.RESPONSE}
+
+
+@pytest.mark.parametrize("name", [name for name, field in FIELDS.items() if field.types and name != "issued"])
+async def test_put_refuses_a_field_of_a_type_that_the_table_does_not_list(name: str) -> None:
+    """The checks that are written out for speed cover every field of the table."""
+    group = [sample(), sample()]
+    setattr(group[1], name, 1.5)
+    with pytest.raises(InvalidInput):
+        await ReplayBuffer().put(group, "math")
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_samples_share_a_prompt_exactly_if_all_prompt_fields_are_the_same_objects(name: str) -> None:
+    one = sample()
+    other = one.__copy__()
+    assert shares_prompt(one, other)
+    setattr(other, name, object())
+    assert shares_prompt(one, other) == (name not in PROMPT_FIELDS)
+
+
+@pytest.mark.parametrize("name", USER_FIELDS)
+def test_the_size_of_a_group_counts_every_field_of_user_data(name: str) -> None:
+    value: Any = [{"key": b"x" * 100}] if FIELDS[name].of_dicts else {"key": b"x" * 100}
+    assert group_bytes([sample(**{name: value})]) >= 100
 
 
 # --- versions -----------------------------------------------------------------------------------------
@@ -177,8 +249,10 @@ KEPT: dict[str, Any] = {
 }
 
 
-def test_every_field_of_a_sample_either_stays_or_goes_at_a_reset() -> None:
-    assert {*GONE, *KEPT, "tokens", "issued"} == set(RolloutState.__struct_fields__)
+def test_a_reset_removes_the_fields_of_the_response_and_keeps_the_others() -> None:
+    response_fields = {name for name, field in FIELDS.items() if field.part is Part.RESPONSE}
+    assert response_fields == {*GONE, "tokens", "issued"}
+    assert FIELDS.keys() - response_fields == set(KEPT)
 
 
 def test_a_reset_sample_has_its_prompt_and_nothing_of_its_response() -> None:
@@ -214,10 +288,8 @@ def test_a_reset_sample_without_prompt_ids_has_no_tokens() -> None:
 
 # --- sizes --------------------------------------------------------------------------------------------
 
-_COLUMNS = ["prompt_ids", "tokens", "response_ids", "logprobs", "response_mask", "input_ids", "labels"]
 
-
-@pytest.mark.parametrize("column", _COLUMNS)
+@pytest.mark.parametrize("column", COLUMNS)
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
@@ -257,14 +329,14 @@ _JSON = st.recursive(
 
 @settings(deadline=None, max_examples=200)
 @given(extra_fields=st.dictionaries(_TEXT, _JSON, max_size=3), response=_TEXT, reward=_JSON)
-def test_nested_values_and_texts_count_as_restated(extra_fields: dict[str, Any], response: str, reward: Any) -> None:
+def test_nested_values_and_strings_count_as_restated(extra_fields: dict[str, Any], response: str, reward: Any) -> None:
     state = sample(extra_fields=extra_fields, response=response, reward={"score": reward})
     expected = plain_bytes(extra_fields) + plain_bytes(response) + plain_bytes({"score": reward})
     assert group_bytes([state]) == expected
 
 
 @pytest.mark.parametrize(("text", "expected"), [("abc", 3), ("né", 3), ("水", 3), ("🜄", 4)])
-def test_text_counts_as_utf_8(text: str, expected: int) -> None:
+def test_strings_count_as_utf_8(text: str, expected: int) -> None:
     assert group_bytes([sample(response=text)]) == expected
     assert group_bytes([sample(error_msg=text)]) == expected
     assert group_bytes([sample(data_source=text)]) == expected
@@ -274,7 +346,7 @@ def test_bytes_and_foreign_arrays_count_their_length() -> None:
     assert group_bytes([sample(mm_info={"i": b"123"}, routed_experts=np.zeros((2, 3), dtype=np.int8))]) == 1 + 3 + 6
 
 
-def test_texts_inside_a_long_list_of_numbers_are_counted() -> None:
+def test_strings_inside_a_long_list_of_numbers_are_counted() -> None:
     mixed = [0, *["x" * 100] * 20, 0]
     assert group_bytes([sample(extra_fields={"": mixed})]) == plain_bytes(mixed)
 
@@ -288,7 +360,7 @@ def test_a_prompt_that_members_share_counts_once(k: int) -> None:
     assert group_bytes(group) == alone + 16 * k
 
 
-def test_a_prompt_of_a_members_own_counts_beside_the_shared_one() -> None:
+def test_the_separate_prompt_of_a_member_counts_beside_the_shared_one() -> None:
     shared = list(range(10))
     group = [sample(prompt_ids=shared), sample(prompt_ids=shared), sample(prompt_ids=list(shared))]
     assert group_bytes(group) == 160
@@ -303,9 +375,9 @@ def test_a_value_nested_deeper_than_python_recurses_is_refused_without_recursing
 
 
 def test_frozen_columns_cannot_be_written() -> None:
-    columns: dict[str, Any] = {name: np.arange(2) for name in _COLUMNS}
+    columns: dict[str, Any] = {name: np.arange(2) for name in COLUMNS}
     freeze_arrays([sample(**columns), sample(response_ids=[1, 2])])
-    assert [name for name in _COLUMNS if columns[name].flags.writeable] == []
+    assert [name for name in COLUMNS if columns[name].flags.writeable] == []
 
 
 # --- rewards ------------------------------------------------------------------------------------------
@@ -328,13 +400,13 @@ _BAD_SCORES = ["high", [1.0], float("nan"), float("inf"), -float("inf"), 1j, 10*
 
 
 @pytest.mark.parametrize("score", _BAD_SCORES, ids=lambda score: f"{type(score).__name__} {score}"[:20])
-def test_a_score_that_is_no_finite_number_is_refused(score: Any) -> None:
+def test_a_score_that_is_not_a_finite_number_is_refused(score: Any) -> None:
     bad = sample(group_id=3, rollout_id=7, reward={"score": score})
     with pytest.raises(InvalidGroup, match=r"rollout 7 of group 3 .* finite number"):
         group_reward([sample(reward={"score": 0.5}), bad])
 
 
-def test_a_reward_that_is_no_dict_is_refused() -> None:
+def test_a_reward_that_is_not_a_dict_is_refused() -> None:
     with pytest.raises(InvalidGroup, match=r"rollout 7 of group 3 .*0\.25"):
         group_reward([sample(group_id=3, rollout_id=7, reward=0.25)])
 

@@ -30,9 +30,11 @@ from forebay import (
     StorageError,
     WaitTimeout,
 )
-from forebay import sampler as sampler_module
-from forebay.dataset import shuffled_index
-from forebay.sampler import RETRYABLE, Sampler, SamplerWithReplayBuffer, give_back
+from forebay.buffer.internal import internals
+from forebay.core.rollout import DRAWABLE
+from forebay.prompts import sampler as sampler_module
+from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
+from forebay.prompts.sources import shuffled_index
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from tests.processes import HANG_S
@@ -404,7 +406,7 @@ async def test_a_loader_cannot_go_on_from_a_map_style_position() -> None:
 async def test_a_loader_of_a_plain_sampler_serves_one_task() -> None:
     sampler = Sampler(Loader(3))
     await sampler.sample("math")
-    with pytest.raises(InvalidInput, match="serves task 'math', and cannot serve 'code'"):
+    with pytest.raises(InvalidInput, match="serves task 'math', and cannot also serve 'code'"):
         await sampler.sample("code")
     assert numbers([await sampler.sample("math")]) == [1]
 
@@ -424,7 +426,7 @@ async def test_tasks_that_take_turns_at_one_loader_get_the_records_of_their_own_
 async def test_a_loader_with_a_state_is_not_started_again_for_a_second_buffer() -> None:
     sampler = Sampler(StatefulLoader(4))
     await draw(sampler.with_buffer(ReplayBuffer()), 3)
-    with pytest.raises(InvalidDataset, match="cannot go back to its start for another task or buffer"):
+    with pytest.raises(InvalidDataset, match="cannot return to its start for another task or buffer"):
         await sampler.with_buffer(ReplayBuffer()).draw(1, "math")
 
 
@@ -561,7 +563,7 @@ async def test_retries_come_first_by_status_then_by_group_id_with_their_ids_and_
 async def test_only_the_statuses_that_were_asked_for_are_drawn_again() -> None:
     buffer = ReplayBuffer()
     sampler = SamplerWithReplayBuffer(records(20), buffer)
-    for group, status in zip(await draw(sampler, 3), RETRYABLE, strict=True):
+    for group, status in zip(await draw(sampler, 3), DRAWABLE, strict=True):
         group[0].status = status
         await buffer.put(group, "math")
     assert ids(await sampler.draw(2, "math", (Status.ABORTED,))) == [2, 3]
@@ -663,7 +665,7 @@ async def test_a_draw_returns_as_many_as_fit(kind: Callable[[int], Any]) -> None
     drawn = await sampler.draw(5, "math")
     assert len(drawn) == 3
     for _ in range(2):
-        with pytest.raises(WaitTimeout, match="room to draw 2 groups of task 'math'"):
+        with pytest.raises(WaitTimeout, match="capacity to draw 2 groups of task 'math'"):
             await sampler.draw(2, "math", timeout_s=0)
     assert await closed_ledger(buffer) == {"issued": 3, "in_flight": 3}
     await complete(buffer, drawn[:2])
@@ -682,7 +684,7 @@ async def test_a_draw_waits_for_room_for_one(kind: Callable[[int], Any]) -> None
     waiting = asyncio.ensure_future(sampler.draw(5, "math"))
     await turns(20)
     assert not waiting.done()
-    assert "room to draw 5 groups" in await buffer.explain_wait()
+    assert "capacity to draw 5 groups" in await buffer.explain_wait()
     await complete(buffer, drawn[:1])
     await turns(20)
     assert not waiting.done()
@@ -701,7 +703,7 @@ async def test_room_in_bytes_counts_too(kind: Callable[[int], Any]) -> None:
     sampler = SamplerWithReplayBuffer(kind(10), buffer)
     drawn = await sampler.draw(5, "math")
     assert len(drawn) == 2
-    with pytest.raises(WaitTimeout, match="room to draw 1 groups"):
+    with pytest.raises(WaitTimeout, match="capacity to draw 1 groups"):
         await sampler.draw(1, "math", timeout_s=0)
     waiting = asyncio.ensure_future(sampler.draw(5, "math"))
     await turns(20)
@@ -722,18 +724,6 @@ async def test_a_group_that_can_never_fit_is_an_error_every_time(kind: Callable[
     assert await closed_ledger(buffer) == {}
 
 
-async def test_room_that_others_took_meanwhile_does_not_hold_up_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffer = ReplayBuffer(max_groups=3)
-    sampler = SamplerWithReplayBuffer(records(10), buffer)
-    await sampler.draw(2, "math")
-
-    async def room() -> int:
-        return 3
-
-    monkeypatch.setattr(buffer, "room", room)
-    assert ids(await sampler.draw(3, "math", timeout_s=0)) == [2]
-
-
 async def test_a_draw_that_waits_for_room_takes_a_retry_that_comes_back() -> None:
     """A buffer full of what has to be generated again has no room, and never will if nobody draws that."""
     buffer = ReplayBuffer(max_groups=1)
@@ -741,7 +731,7 @@ async def test_a_draw_that_waits_for_room_takes_a_retry_that_comes_back() -> Non
     drawn = await sampler.draw(1, "math")
     waiting = asyncio.ensure_future(sampler.draw(1, "math"))
     await turns(20)
-    await give_back(buffer, drawn, "math")
+    await internals(buffer).give_back(drawn, "math")
     assert ids(await asyncio.wait_for(waiting, HANG_S)) == [0]
 
 
@@ -753,7 +743,7 @@ async def test_a_draw_that_waits_for_room_holds_up_no_other() -> None:
     await turns(20)
     with pytest.raises(WaitTimeout):
         await asyncio.wait_for(sampler.draw(1, "math", timeout_s=0), 10)
-    await give_back(buffer, drawn[:1], "math")
+    await internals(buffer).give_back(drawn[:1], "math")
     assert ids(await asyncio.wait_for(sampler.draw(4, "math"), HANG_S)) == [0]
     waiting.cancel()
     await asyncio.wait((waiting,))
@@ -781,11 +771,11 @@ async def test_a_prompt_that_waits_for_room_is_not_made_again_each_time() -> Non
     buffer = ReplayBuffer(max_bytes=150)
     sampler = SamplerWithReplayBuffer(records(10), buffer, tokenize=tokenize)
     drawn = await sampler.draw(5, "math")
-    assert made == len(drawn) + 1
+    assert len(drawn) < made == 5
     for _ in range(3):
         with pytest.raises(WaitTimeout):
             await sampler.draw(1, "math", timeout_s=0)
-    assert made == len(drawn) + 1
+    assert made == 5
 
 
 # --- bad records --------------------------------------------------------------------------------------
@@ -896,7 +886,7 @@ async def test_nothing_but_bad_records_ends_in_an_error(
 async def test_what_was_drawn_with_a_record_that_fails_is_given_back() -> None:
     buffer = ReplayBuffer()
     sampler = SamplerWithReplayBuffer(half_bad(6), buffer, shuffle=False)
-    await give_back(buffer, await sampler.draw(1, "math"), "math")
+    await internals(buffer).give_back(await sampler.draw(1, "math"), "math")
     with pytest.raises(InvalidRecord):
         await sampler.draw(3, "math")
     assert await closed_ledger(buffer) == {"issued": 1, "buffered": 1}
@@ -999,9 +989,9 @@ class Suspending(MemoryStorage):
         await turns(1)
         return await super().claim(claim)
 
-    async def account(self, task_name: str) -> Any:
+    async def summary(self, *arguments: Any, **named: Any) -> Any:
         await turns(1)
-        return await super().account(task_name)
+        return await super().summary(*arguments, **named)
 
 
 class ShutDown(Suspending):
@@ -1056,7 +1046,7 @@ async def test_a_draw_cancelled_at_any_point_leaves_nothing_in_flight_and_skips_
         buffer = ReplayBuffer(storage=Suspending())
         sampler = SamplerWithReplayBuffer(kind(6), buffer, prompt_repeat_k=2, skip_bad_records=True)
         first = await sampler.draw(2, "math")
-        await give_back(buffer, first[:1], "math")  # so that the draw claims, too
+        await internals(buffer).give_back(first[:1], "math")  # so that the draw claims, too
         if not await cancelled_after(sampler.draw(3, "math"), iterations, again_after):
             break
         assert (await closed_ledger(buffer))["in_flight"] == 1, iterations
@@ -1171,8 +1161,8 @@ async def test_a_group_that_cannot_go_back_does_not_keep_the_others() -> None:
     sampler = SamplerWithReplayBuffer(records(6), buffer)
     drawn = await sampler.draw(3, "math")
     drawn[0][0].response_ids, drawn[0][0].logprobs = [1], [0.1, 0.2]
-    with pytest.raises(InvalidInput, match="2 entries in logprobs"):
-        await give_back(buffer, drawn, "math")
+    with pytest.raises(InvalidInput, match=r"logprobs .* has 2 items"):
+        await internals(buffer).give_back(drawn, "math")
     assert await closed_ledger(buffer) == {"issued": 3, "in_flight": 1, "buffered": 2}
 
 

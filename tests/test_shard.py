@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay import InvalidInput, ReplayBuffer, RolloutState
-from forebay.lease import shard
+from forebay.buffer.lease import shard
 from forebay.testing import make_group
 from tests.support import calls_of
 
@@ -99,12 +99,12 @@ def test_one_rank_has_everything() -> None:
     ("rank", "world_size", "says"),
     [
         (2, 2, "rank is 2 of world_size 2; expected 0 to 1"),
-        (-1, 2, "rank is -1; expected at least 0"),
-        (0, 0, "world_size is 0; expected at least 1"),
-        (0, -4, "world_size is -4; expected at least 1"),
-        (0.5, 2, "rank is 0.5; expected a whole number"),
-        (0, "2", "world_size is '2'; expected a whole number"),
-        (None, 2, "rank is None; expected a whole number"),
+        (-1, 2, "rank is -1; expected an integer of at least 0"),
+        (0, 0, "world_size is 0; expected an integer of at least 1"),
+        (0, -4, "world_size is -4; expected an integer of at least 1"),
+        (0.5, 2, "rank is 0.5; expected an integer"),
+        (0, "2", "world_size is '2'; expected an integer"),
+        (None, 2, "rank is None; expected an integer"),
     ],
 )
 def test_a_rank_that_is_none_is_refused(rank: Any, world_size: Any, says: str) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from forebay import MemoryStorage, ReplayBuffer, Status
-from forebay.storage.memory import MemoryTable
+from forebay.buffer.internal import internals
+from forebay.storage.local.memory import MemoryTable
 from forebay.testing import make_group
 from tests.support import closed_ledger
 
@@ -54,8 +55,6 @@ class Soak:
 
     def __init__(self) -> None:
         self.buffer = ReplayBuffer(max_groups=MAX_GROUPS)
-        self.buffer.set_limits("math", stale_threshold=STALE_THRESHOLD, retryable=False)
-        self.buffer.set_limits("code", stale_threshold=STALE_THRESHOLD)
         self.train_steps = dict.fromkeys(TASKS, 1)
         self.put = 0
         self.done: Counter[str] = Counter()
@@ -111,7 +110,7 @@ class Soak:
     async def generate_again(self) -> None:
         while True:
             await self.buffer.wait_ready({"code": 1}, group_status=Status.EXPIRED)
-            drawn = await self.buffer.redraw(BATCH, "code")
+            drawn = await internals(self.buffer).redraw(BATCH, "code")
             await asyncio.sleep(0)
             for group in drawn:
                 for state in group:
@@ -156,7 +155,7 @@ async def test_a_million_groups_leave_nothing_behind() -> None:
     storage = buffer.storage
     assert isinstance(storage, MemoryStorage)
     storage._check()
-    rows = storage._table
+    rows = storage._engine.table
     assert isinstance(rows, MemoryTable)
     assert len(buffer) == 0
     assert (rows._rows, rows._uids, rows._held) == ({}, {}, {})
@@ -165,7 +164,7 @@ async def test_a_million_groups_leave_nothing_behind() -> None:
         for status, shelf in shelves.items():
             assert [len(index) for index in shelf.indexes()] == [0] * 5, f"{task_name}/{status} has keys left"
     assert len(buffer._session.waits) == 0
-    assert not storage._archived
+    assert not storage._engine.archive.uids
 
     # Nothing grew.
     memory = soak.memory

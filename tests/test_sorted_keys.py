@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.storage.sorted_keys import SortedKeys
+from forebay.storage.local.memory import SortedKeys
 
 _LOADS = st.integers(2, 4)
 _KEYS = st.integers(0, 40)

@@ -10,11 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.errors import InvalidGroup, InvalidInput
-from forebay.ledger import Place
-from forebay.record import Record, describe, is_fresh
-from forebay.rollout import RolloutState, Status, VersionSpans
-from forebay.staleness import (
+from forebay.core.ledger import Place, Record, describe, is_fresh
+from forebay.core.rollout import RolloutState, Status, VersionSpans
+from forebay.core.staleness import (
     Floors,
     Limits,
     apply_token_mask,
@@ -32,6 +30,7 @@ from forebay.staleness import (
     stamp,
     token_mask,
 )
+from forebay.errors import InvalidGroup, InvalidInput
 
 
 def sample(steps: list[int] | None = None, **fields: Any) -> RolloutState:
@@ -66,11 +65,11 @@ def test_tokens_of_model_step_4_are_good_up_to_a_train_step(threshold: int, last
 @pytest.mark.parametrize(
     ("max_staleness", "interval", "message"),
     [
-        (-1, 1, "max_staleness is -1; expected at least 0"),
-        (0, 0, "sync_weights_interval is 0; expected at least 1"),
+        (-1, 1, "max_staleness is -1; expected an integer of at least 0"),
+        (0, 0, "sync_weights_interval is 0; expected an integer of at least 1"),
         (0, -4, "sync_weights_interval is -4"),
-        (0.5, 1, "max_staleness is 0.5; expected a whole number"),
-        (0, True, "sync_weights_interval is True; expected a whole number"),
+        (0.5, 1, "max_staleness is 0.5; expected an integer"),
+        (0, True, "sync_weights_interval is True; expected an integer"),
     ],
 )
 def test_a_threshold_that_is_not_positive_cannot_be_made(max_staleness: Any, interval: Any, message: str) -> None:
@@ -87,7 +86,7 @@ def test_a_token_is_stale_exactly_below_the_floor(m: int, t: int, threshold: int
 
 @pytest.mark.parametrize("name", ["stale_threshold", "token_stale_threshold"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "4"])
-def test_limits_are_positive_whole_numbers(name: str, value: Any) -> None:
+def test_limits_are_positive_integers(name: str, value: Any) -> None:
     with pytest.raises(InvalidInput, match=f"^{name} is {value!r}"):
         Limits(**{name: value})
 
@@ -100,7 +99,7 @@ def test_the_floors_of_limits_are_those_of_their_thresholds() -> None:
 def test_a_step_may_be_missing_but_not_below_its_least() -> None:
     assert check_step("train_step", None, least=1) is None
     assert check_step("train_step", 1, least=1) == 1
-    with pytest.raises(InvalidInput, match="train_step is 0; expected at least 1"):
+    with pytest.raises(InvalidInput, match="train_step is 0; expected an integer of at least 1"):
         check_step("train_step", 0, least=1)
 
 
@@ -111,7 +110,7 @@ def steps_of(spans: VersionSpans) -> list[int]:
     return [step for step, run in spans for _ in range(run)]
 
 
-def test_stamping_fills_what_has_no_version() -> None:
+def test_stamping_gives_a_version_to_tokens_without_one() -> None:
     assert steps_of(stamp(((1, 1),), 3, 4)) == [1, 4, 4]
 
 

@@ -209,7 +209,7 @@ async def test_g04_a_store_goes_back_to_every_checkpoint_that_it_has_all_later_g
         trained = await train(manager, 1, steps, checkpoints)
     retained = min(keep_trained // 4, steps - 1)  # steps whose groups are all there
     async with colocated(reopen(), keep_trained=keep_trained) as (manager, plane):
-        before = await plane.buffer.query({}), await plane.buffer.ledger(), await plane.buffer.storage.accounts()
+        before = await plane.buffer.query({}), await plane.buffer.ledger(), (await plane.buffer.storage.summary()).tasks
         for step in range(1, steps - retained):
             with pytest.raises(
                 CheckpointTooOld,
@@ -220,7 +220,7 @@ async def test_g04_a_store_goes_back_to_every_checkpoint_that_it_has_all_later_g
         assert before == (
             await plane.buffer.query({}),
             await plane.buffer.ledger(),
-            await plane.buffer.storage.accounts(),
+            (await plane.buffer.storage.summary()).tasks,
         )
         first = steps - retained
         assert await manager.resume(checkpoints / str(first)) == first

@@ -39,12 +39,12 @@ from forebay import (
     TooManyFailures,
     TooManyRejections,
 )
-from forebay.ledger import Place
-from forebay.record import Record
-from forebay.storage.base import Arrival
+from forebay.buffer.internal import internals
+from forebay.core.ledger import Place, Record
+from forebay.storage.base import Arrival, Summary
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group, simulate
-from forebay.testing.simulate.driver import check_nothing_lost, train
+from forebay.testing.simulate import check_nothing_lost, train
 from tests.support import closed_ledger
 
 P = ParamSpec("P")
@@ -285,17 +285,17 @@ async def test_a_cumulative_target_may_be_given() -> None:
 
 @simulated
 async def test_a_group_that_comes_back_while_the_counts_are_read_is_not_replaced() -> None:
-    class Slow(ReplayBuffer):
-        async def completed_and_taken(self, task_name: str) -> tuple[int, int]:
-            counts = await super().completed_and_taken(task_name)
+    class Slow(MemoryStorage):
+        async def summary(self, *args: Any, **kwargs: Any) -> Summary:
+            summary = await super().summary(*args, **kwargs)
             await asyncio.sleep(0.4)  # as over a network
-            return counts
+            return summary
 
     async def staggered(state: RolloutState) -> None:
         await asyncio.sleep(1 + 0.3 * (state.group_id or 0))
         answer(state)
 
-    producer = Producer(staggered, buffer=Slow())
+    producer = Producer(staggered, buffer=ReplayBuffer(storage=Slow()))
     production = await producer.produce(4)
     assert (production.available, production.started) == (4, 4)
 
@@ -645,7 +645,7 @@ async def test_a_straggler_is_drawn_before_groups_with_lower_ids(trigger: int, p
     straggler = 7
     await producer.sampler.with_buffer(buffer).draw(straggler + 1, TASK)
     await buffer.storage.release(buffer.owner)
-    await buffer.redraw(1, TASK, group_ids=[straggler])
+    await internals(buffer).redraw(1, TASK, group_ids=[straggler])
     await buffer.storage.release(buffer.owner)
     by_id = {record.group_id: record for record in await producer.records()}
     assert (by_id[straggler].attempt, by_id[0].attempt) == (2, 1)
@@ -677,7 +677,7 @@ async def test_a_straggler_is_known_after_a_restart() -> None:
         assert not (await producing).complete
         # At a trigger of 8 what was stopped waits, and new prompts are drawn; this one is drawn by hand.
         while step < 3 and (await buffer.query({"group_id": 0}))[0].attempt < step + 1:
-            await buffer.redraw(9, TASK)
+            await internals(buffer).redraw(9, TASK)
             await buffer.storage.release(buffer.owner)
     calls = Counted()
     second = running_ahead(calls, buffer=buffer, tail_batch_trigger_size=8, over_sample_threshold=1.0, members=1)
@@ -772,7 +772,7 @@ def test_partial_rollout_that_would_throw_every_continued_token_away_is_refused(
         ({"max_tries": 0}, "max_tries"),
         ({"reward_fn": len, "group_reward_fn": len}, "one of them"),
         ({"reward_fn": "no function"}, "no function"),
-        ({"is_valid_sample_fn": [len, 5]}, "no function"),
+        ({"is_valid_sample_fn": [len, 5]}, "5 is not a function"),
         ({"should_continue_fn": 5}, "should_continue_fn"),
     ],
 )
@@ -1086,7 +1086,7 @@ async def test_a_buffer_closed_in_the_middle_ends_the_batch_and_leaves_no_task()
     with pytest.raises(BufferClosed):
         await producing
     assert producer.strategy.in_flight(TASK) == 0
-    ledger = (await producer.buffer.storage.ledger())[TASK]
+    ledger = (await producer.buffer.storage.summary()).ledger()[TASK]
     assert (ledger["in_flight"], ledger["buffered"]) == (0, 2)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from forebay import BufferClosed, ForebayError, LostLease, MemoryStorage, ReplayBuffer, Status, sample_staleness
-from forebay.storage.base import Storage
+from forebay.buffer.internal import internals
+from forebay.storage.base import OPERATIONS, Storage
 from forebay.testing import make_group
 from tests.processes import HANG_S
 from tests.support import closed_ledger
@@ -33,7 +34,7 @@ def suspending(seed: int) -> MemoryStorage:
 
         return suspended
 
-    for name in Storage.__abstractmethods__ - {"beat", "subscribe", "__len__"}:
+    for name in {*OPERATIONS, *Storage.__abstractmethods__} - {"beat", "subscribe", "__len__"}:
         setattr(storage, name, wrapped(getattr(storage, name), undone=name == "claim"))
     return storage
 
@@ -44,12 +45,12 @@ async def test_g05_cancels_and_closes_at_any_moment_leave_no_hold_without_a_hold
     storage = suspending(seed)
     buffers = [ReplayBuffer(storage=storage, max_groups=40) for _ in range(2)]
     for buffer in buffers:
-        buffer.set_limits("math", stale_threshold=3)
+        await buffer.set_limits("math", stale_threshold=3)
     step = 1
 
     async def produce(buffer: ReplayBuffer) -> None:
         while True:
-            for group in await buffer.redraw(2, "math"):
+            for group in await internals(buffer).redraw(2, "math"):
                 for state in group:
                     state.status, state.response_ids, state.version_spans = Status.COMPLETED, [1], ()
                 await buffer.put(group, "math", model_step=max(0, step - 2))
@@ -89,7 +90,7 @@ async def test_g05_cancels_and_closes_at_any_moment_leave_no_hold_without_a_hold
 async def test_g06_concurrent_first_calls_all_know_the_limits_of_the_past() -> None:
     storage = suspending(3)
     past = ReplayBuffer(storage=storage)
-    past.set_limits("math", stale_threshold=2)
+    await past.set_limits("math", stale_threshold=2)
     await past.put(make_group(), "math", model_step=0)
     await past.refresh_staleness(task_stale_thresholds={"math": None}, current_train_step=1)
     await past.close()
@@ -111,7 +112,7 @@ async def test_closing_while_opening_leaves_nothing_open() -> None:
         await buffer.close()
         assert isinstance((await asyncio.gather(first, return_exceptions=True))[0], (ForebayError, int))
         assert buffer._session.heartbeat is None
-        assert not storage._open
+        assert not storage._engine.owners.open
 
 
 async def test_a_close_that_was_cancelled_can_be_repeated() -> None:

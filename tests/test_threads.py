@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from forebay import AsyncReplayBufferConfig, Sampler, threads
+from forebay import AsyncReplayBufferConfig, Sampler
+from forebay.core import aio
+from forebay.core.aio import Pool, in_thread
 from forebay.testing.samples import make_group
-from forebay.threads import Pool, in_thread
 
 
 @contextmanager
@@ -48,9 +49,9 @@ async def test_g10_save_and_draws_do_not_wait_for_threads_of_the_user(tmp_path: 
 async def test_g11_a_save_on_a_disk_that_hangs_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from forebay.checkpoint import CheckpointWriter
+    from forebay.checkpoint.format import CheckpointWriter
 
-    monkeypatch.setattr(threads, "CANCEL_GRACE_S", 0.05)
+    monkeypatch.setattr(aio, "CANCEL_GRACE_S", 0.05)
     buffer = AsyncReplayBufferConfig().build()
     await buffer.put(make_group(), "math")
     with hanging() as released:
@@ -95,7 +96,7 @@ async def test_a_cancelled_call_ends_with_its_work_and_undoes_it() -> None:
 
 
 async def test_a_call_that_is_left_behind_is_undone_when_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "CANCEL_GRACE_S", 0.01)
+    monkeypatch.setattr(aio, "CANCEL_GRACE_S", 0.01)
     undone = asyncio.Event()
     with hanging() as released:
         begun = threading.Event()

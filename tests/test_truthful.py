@@ -1,4 +1,4 @@
-"""What users met with live engines and tool-using agents, each as the program that showed it (G13)."""
+"""Problems that users found with live engines and tool-using agents, each as the program that shows it (G13)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from forebay import (
     EngineUnavailable,
     FunctionAgentLoop,
     NoProgress,
+    OpenAIAgentLoop,
     ReplayBuffer,
     RolloutState,
     SampleParams,
@@ -29,8 +30,7 @@ from forebay import (
     Timeouts,
     TooManyFailures,
 )
-from forebay.agent_loop.openai import OpenAIAgentLoop
-from forebay.rollout import versioned_tokens
+from forebay.core.rollout import versioned_tokens
 from forebay.testing import simulate
 from tests.openai_server import CompletionServer, answer_to
 from tests.support import closed_ledger
@@ -45,7 +45,7 @@ def strategy_of(buffer: ReplayBuffer, **settings: Any) -> AsyncProduceStrategy:
 
 
 async def batches_over_a_pause(loop: AgentLoop, *, partial: bool, **timeouts: float) -> list[list[RolloutState]]:
-    """Four groups for step 2, of which the first turn was generated before new weights came."""
+    """Four groups for step 2 whose first turn was generated with older weights."""
     buffer = AsyncReplayBufferConfig().build()
     strategy = strategy_of(buffer, enable_partial_rollout=partial, timeouts=Timeouts(**timeouts))
     task = Task(name="agent", sampler=Sampler(RECORDS), agent_loop=loop, strategy=strategy)
@@ -62,11 +62,11 @@ async def batches_over_a_pause(loop: AgentLoop, *, partial: bool, **timeouts: fl
 
 
 class ToolLoop(AgentLoop):
-    """Two turns with a tool between them, which is left early when the loop is paused."""
+    """Two turns with a tool between them; a pause ends the tool early."""
 
     async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> RolloutState:
         if not state.response_ids:
-            state.response_ids, state.finish_reason = list(TURNS[0]), "tool_calls"  # as the engine says
+            state.response_ids, state.finish_reason = list(TURNS[0]), "tool_calls"  # as the engine reports
         for _ in range(20):  # the tool runs
             await asyncio.sleep(1)
             if self.paused:
@@ -85,7 +85,7 @@ async def tool_function(state: RolloutState) -> None:
 
 
 class InnerTurns(AgentLoop):
-    """Each turn leaves COMPLETED behind, as a call of `super().generate` does; cancelled in the tool between them."""
+    """Each turn sets COMPLETED, as a call of `super().generate` does; cancelled in the tool between them."""
 
     deaf = False
 
@@ -117,15 +117,15 @@ LOOPS: dict[str, tuple[Callable[[], AgentLoop], dict[str, float]]] = {
 
 @pytest.mark.parametrize("partial", [True, False])
 @pytest.mark.parametrize("how", LOOPS)
-def test_g13_half_a_dialogue_is_never_complete(how: str, partial: bool) -> None:
-    """Field report 1: the finish reason (or status) of an earlier turn made an interrupted dialogue COMPLETED."""
+def test_g13_an_interrupted_dialogue_is_never_completed(how: str, partial: bool) -> None:
+    """Field report 1: the finish reason (or status) of an earlier turn does not complete an interrupted dialogue."""
     make, timeouts = LOOPS[how]
     groups = simulate.run(lambda: batches_over_a_pause(make(), partial=partial, **timeouts))
     assert [list(state.response_ids or ()) for group in groups for state in group] == [TURNS[0] + TURNS[1]] * 4
 
 
 class TurnByTurn(OpenAIAgentLoop):
-    """A tool loop made of Forebay's own: `super().generate` for each turn. Every second tool meets a pause."""
+    """A tool loop that calls `super().generate` for each turn. A pause interrupts every second tool."""
 
     tools = 0
 
@@ -233,13 +233,13 @@ async def test_a_lost_connection_while_the_server_is_away_spends_no_try() -> Non
     server = CompletionServer()
     async with server, BothAway(server.url, "policy", down_timeout_s=0.05, backoff_s=0.001) as loop:
         group = [RolloutState(message=[], rollout_id=0, group_id=0, prompt_ids=[1, 2])]
-        with pytest.raises(EngineUnavailable, match="could not be reached"):
+        with pytest.raises(EngineUnavailable, match="was unreachable"):
             await loop.generate_group(group)
     assert [(state.status, state.num_tries) for state in group] == [(Status.ABORTED, 0)]
 
 
 async def agent(state: RolloutState) -> None:
-    """Three turns, kept in the message as every chat loop does, and counted in extra_fields."""
+    """Three turns, appended to the message as in every chat loop, and counted in extra_fields."""
     ids = list(state.response_ids) if state.response_ids is not None else []
     while len(state.message) < 7:
         ids += [1, 2, 3]
@@ -261,8 +261,8 @@ async def produced(buffer: ReplayBuffer, sampler: Sampler, step: int, **settings
 
 
 @pytest.mark.parametrize("kind", ["memory", "pandas", "sqlite"])
-async def test_g13_an_expired_dialogue_begins_again_at_its_prompt(kind: str, tmp_path: Path) -> None:
-    """Field report 2: trainers got groups of 0 tokens, whose messages were those of the expired attempt."""
+async def test_g13_an_expired_dialogue_starts_again_from_its_prompt(kind: str, tmp_path: Path) -> None:
+    """Field report 2: it does not keep the messages of the expired attempt, and is never empty."""
     storage = f"sqlite:///{tmp_path}/store.db" if kind == "sqlite" else kind
     buffer = AsyncReplayBufferConfig(storage=storage).build()
     sampler = Sampler(RECORDS, shuffle=False)
@@ -289,7 +289,7 @@ async def test_g13_a_prompts_only_checkpoint_holds_prompts_as_issued(tmp_path: P
 
 
 @pytest.mark.parametrize("partial", [True, False])
-async def test_g13_a_retry_after_a_failure_begins_at_the_prompt(partial: bool) -> None:
+async def test_g13_a_retry_after_a_failure_starts_from_the_prompt(partial: bool) -> None:
     failed: set[int | None] = set()
 
     async def fails_once(state: RolloutState) -> None:
@@ -334,13 +334,13 @@ def gold() -> RolloutState:
 
 
 async def test_g13_a_response_of_the_data_set_is_dropped_and_counted() -> None:
-    """S2: a gold answer was trained on as if the policy had said it."""
+    """S2: a gold answer is not trained on as if the policy had generated it."""
     state, strategy = await answered(gold(), engine)
     assert (state.response, state.reward, state.loop_state, state.version_spans) == ("4", None, None, ((4, 1),))
     assert strategy.stats()["forebay/t/produce/dropped_responses"] == 1
 
 
-async def test_offline_data_is_trained_on_as_it_is_if_that_was_asked_for() -> None:
+async def test_offline_data_is_used_as_it_is() -> None:
     async def nobody(state: RolloutState) -> None:
         raise AssertionError("nothing is to be generated")
 
@@ -350,7 +350,7 @@ async def test_offline_data_is_trained_on_as_it_is_if_that_was_asked_for() -> No
 
 
 async def test_g13_an_expired_group_with_an_answer_is_generated() -> None:
-    """S3: a group put by hand as EXPIRED was handed out with its old answer."""
+    """S3: also a group that a user puts as EXPIRED with its old answer."""
     buffer = AsyncReplayBufferConfig().build()
     old = gold()
     old.status = Status.EXPIRED
@@ -390,8 +390,8 @@ async def test_tool_calls_without_a_status_end_a_turn_and_not_a_sample() -> None
     assert "ends a turn" in str(state.error_msg)
 
 
-def test_an_unjudged_group_is_only_judged_again_and_does_not_count_as_waiting() -> None:
-    """Without partial rollout too: its answer is kept, and a tail is not begun for it."""
+def test_an_unjudged_group_is_only_judged_and_does_not_count_as_waiting() -> None:
+    """Also without partial rollout: its answer is kept, and it triggers no tail batch."""
     generated: list[int | None] = []
 
     async def answer(state: RolloutState) -> None:

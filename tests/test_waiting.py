@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from forebay import BufferClosed, MemoryStorage, ReplayBuffer, Status, WaitTimeout, WrongEventLoop
+from forebay import BufferClosed, MemoryStorage, ReplayBuffer, Sampler, Status, WaitTimeout, WrongEventLoop
+from forebay.buffer.internal import internals
+from forebay.core.aio import Changes
 from forebay.testing import make_group
-from forebay.waiting import Changes
 from tests.processes import HANG_S
 from tests.support import closed_ledger, draw, turns
 
@@ -48,10 +49,11 @@ async def test_a_put_into_a_full_buffer_waits_for_room() -> None:
     assert len(await putting) == 2
 
 
-async def test_issuing_waits_for_room_and_returning_never_does() -> None:
+async def test_drawing_waits_for_room_and_returning_never_does() -> None:
     buffer = ReplayBuffer(max_groups=1)
-    (group,) = await draw(buffer)
-    drawing = asyncio.ensure_future(draw(buffer))
+    sampler = Sampler([{"prompt": f"q{n}"} for n in range(9)], prompt_repeat_k=2).with_buffer(buffer)
+    (group,) = await sampler.draw(1, "math")
+    drawing = asyncio.ensure_future(sampler.draw(1, "math"))
     await turns()
     assert not drawing.done()
     for state in group:
@@ -65,7 +67,7 @@ async def test_issuing_waits_for_room_and_returning_never_does() -> None:
 async def test_a_put_that_times_out_stores_nothing() -> None:
     buffer = ReplayBuffer(max_bytes=1_000)
     await buffer.put(make_group(tokens=20), "math")
-    with pytest.raises(WaitTimeout, match="room for 1 groups"):
+    with pytest.raises(WaitTimeout, match="capacity for 1 groups"):
         await buffer.put(make_group(tokens=20), "math", timeout_s=0)
     assert await closed_ledger(buffer) == {"issued": 1, "buffered": 1}
 
@@ -152,15 +154,29 @@ async def test_a_live_holder_keeps_its_lease_by_beating() -> None:
 
 async def test_changes_from_another_thread_wake_the_loop() -> None:
     changes = Changes(asyncio.get_running_loop())
-    ticket = changes.ticket
+    ticket = changes.ticket()
     threading.Thread(target=changes.notify).start()
     await asyncio.wait_for(changes.wait(ticket, None), HANG_S)
-    assert changes.ticket == ticket + 1
+    assert changes.ticket() == ticket + 1
+
+
+async def test_a_change_wakes_the_waiters_of_its_tasks_only() -> None:
+    changes = Changes(asyncio.get_running_loop())
+    waits = {
+        name: asyncio.ensure_future(changes.wait(changes.ticket(tasks), None, None, tasks))
+        for name, tasks in (("math", ("math",)), ("code", ("code", "chess")), ("any", ()))
+    }
+    await turns(2)
+    changes.notify(("chess",))
+    await turns(2)
+    assert [name for name, wait in waits.items() if wait.done()] == ["code", "any"]
+    changes.notify()
+    await waits["math"]
 
 
 async def test_a_change_between_look_and_wait_is_not_missed() -> None:
     changes = Changes(asyncio.get_running_loop())
-    ticket = changes.ticket
+    ticket = changes.ticket()
     changes.notify()
     await asyncio.wait_for(changes.wait(ticket, None), HANG_S)
 
@@ -188,7 +204,7 @@ async def test_what_a_dead_holder_had_is_there_for_those_who_do_not_wait() -> No
     now = 2e6
     assert await alive.is_ready({"math": 3})
     assert len(await alive.get(1, "math", Status.COMPLETED)) == 1
-    assert len(await alive.redraw(1, "math")) == 1
+    assert len(await internals(alive).redraw(1, "math")) == 1
     assert len((await alive.lease_batch({"math": 2}, train_step=1, timeout_s=0)).groups) == 2
     await dead.close()
 

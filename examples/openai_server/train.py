@@ -26,11 +26,11 @@ from forebay import (
     AsyncReplayBufferConfig,
     DisaggregatedAgentLoopManager,
     NoProgress,
+    OpenAIAgentLoop,
     SampleParams,
     Sampler,
     Task,
 )
-from forebay.agent_loop.openai import OpenAIAgentLoop
 from tiny_grpo.grpo import train_step
 from tiny_grpo.model import Policy, PolicyConfig
 from tiny_grpo.tasks import CONTEXT, END, MAX_ANSWER_TOKENS, TASKS, VOCABULARY, reward, task_records

@@ -18,8 +18,8 @@ import torch
 from ray.exceptions import RayError
 
 from forebay import AsyncReplayBufferConfig, ProducerStopped, RolloutState, sample_staleness, stale_threshold
+from forebay.core.ledger import LedgerLine
 from forebay.errors import NameTaken
-from forebay.ledger import LedgerLine
 from forebay.ray import RayReplayBuffer
 from ray_grpo.producer import MAX_STALENESS, Producer
 from tiny_grpo.checkpoint import Checkpoints
@@ -73,7 +73,7 @@ class Trainer:
         try:
             async with buffer:
                 for name in self.batch:  # every process that leases says how old a group may be
-                    buffer.set_limits(name, stale_threshold=stale_threshold(MAX_STALENESS, 1))
+                    await buffer.set_limits(name, stale_threshold=stale_threshold(MAX_STALENESS, 1))
                 await self._begin(buffer)
                 await self._train_steps(buffer, stop)
                 return await buffer.ledger()

@@ -1,12 +1,20 @@
 """Forebay: the rollout data plane for reinforcement learning.
 
-It stands between what generates and what learns, and owns every prompt from the moment it is drawn until the trainer
-has confirmed that it trained on it. Start with `ReplayBuffer`, a `Sampler`, an `AgentLoop` and a strategy that brings
-them together; `forebay.blocking` has the buffer for trainers that are not async.
+It connects inference engines with the trainer, and owns every prompt from the moment it is drawn until the trainer has
+confirmed that it trained on it. Start with `ReplayBuffer`, a `Sampler`, an `AgentLoop` and a strategy that combines
+them; `forebay.blocking` has the same for synchronous code. `OpenAIAgentLoop`, `SQLiteStorage`, `PostgresStorage` and
+`PandasStorage` are imported on first use, so that `import forebay` needs no optional dependency. All public names of
+`errors`, `manager` and `produce` are exported here too.
 """
 
+import typing as _typing
+
+from forebay import errors as _errors
+from forebay import manager as _manager
+from forebay import produce as _produce
 from forebay.agent_loop import AgentLoop, FunctionAgentLoop
-from forebay.buffer import ReplayBuffer, checkpoint_exists
+from forebay.buffer.buffer import ReplayBuffer, checkpoint_exists
+from forebay.buffer.lease import Lease
 from forebay.config import (
     AsyncReplayBufferConfig,
     ManagerConfig,
@@ -15,63 +23,10 @@ from forebay.config import (
     SyncReplayBufferConfig,
     TaskConfig,
 )
-from forebay.errors import (
-    BufferClosed,
-    BufferLost,
-    ChangedDataset,
-    CheckpointError,
-    CheckpointTooOld,
-    CursorMoved,
-    DamagedData,
-    DuplicateGroup,
-    EngineError,
-    EngineRestarted,
-    EngineUnavailable,
-    ForebayError,
-    InvalidConfig,
-    InvalidDataset,
-    InvalidGroup,
-    InvalidInput,
-    InvalidQuery,
-    InvalidRecord,
-    InvalidTrajectory,
-    LostLease,
-    NameTaken,
-    NoCluster,
-    NoRoom,
-    NoSuchBuffer,
-    PolicyError,
-    ProduceError,
-    ProducerStopped,
-    ReferenceLost,
-    RewardUnavailable,
-    StorageError,
-    StorageInUse,
-    StorageUnavailable,
-    StorageVanished,
-    StoreAhead,
-    TooManyFailures,
-    TooManyRejections,
-    TooManyWaits,
-    UnreadableData,
-    UnsupportedPayload,
-    VersionMismatch,
-    WaitTimeout,
-    WrongEventLoop,
-)
-from forebay.lease import Lease
-from forebay.ledger import End, GroupEnd, Place
-from forebay.manager import (
-    AgentLoopManager,
-    BatchRequest,
-    DisaggregatedAgentLoopManager,
-    ProduceBatchResult,
-    ProducerState,
-    ProduceStatus,
-    Task,
-    TaskResult,
-)
-from forebay.policy import (
+from forebay.core.lazy import lazy_names as _lazy_names
+from forebay.core.ledger import End, GroupEnd, Place, Record
+from forebay.core.payload import group_bytes
+from forebay.core.policy import (
     Column,
     FIFOReplayPolicy,
     FreshestReplayPolicy,
@@ -80,100 +35,52 @@ from forebay.policy import (
     ReplayPolicy,
     StalenessReplayPolicy,
 )
-from forebay.produce import (
-    AsyncProduceStrategy,
-    Budgets,
-    Evaluation,
-    NoProgress,
-    ProduceStrategy,
-    Production,
-    Progress,
-    SyncProduceStrategy,
-    TerminalProgress,
-    Timeouts,
-    evaluate,
-    on_loop,
-    reject_truncated,
-    reject_zero_std,
-)
-from forebay.record import Record
-from forebay.rollout import (
-    RolloutState,
-    SampleParams,
-    Status,
-    finish_status,
-    group_bytes,
-    group_status,
-    version_spans_of,
-)
-from forebay.sampler import Sampler, SamplerWithReplayBuffer
-from forebay.staleness import group_staleness, sample_staleness, stale_threshold, staleness, token_mask
+from forebay.core.rollout import RolloutState, SampleParams, Status, finish_status, group_status, version_spans_of
+from forebay.core.staleness import group_staleness, sample_staleness, stale_threshold, staleness, token_mask
+from forebay.errors import *  # noqa: F403
+from forebay.manager import *  # noqa: F403
+from forebay.produce import *  # noqa: F403
+from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
 from forebay.storage.base import Storage
-from forebay.storage.memory import MemoryStorage
+from forebay.storage.local.memory import MemoryStorage
+
+if _typing.TYPE_CHECKING:
+    from forebay.agent_loop.openai import OpenAIAgentLoop as OpenAIAgentLoop
+    from forebay.storage.local.pandas import PandasStorage as PandasStorage
+    from forebay.storage.postgres import PostgresStorage as PostgresStorage
+    from forebay.storage.sqlite import SQLiteStorage as SQLiteStorage
+else:
+    __getattr__ = _lazy_names(
+        __name__,
+        {
+            "OpenAIAgentLoop": "forebay.agent_loop.openai",
+            "PandasStorage": "forebay.storage.local.pandas",
+            "PostgresStorage": "forebay.storage.postgres",
+            "SQLiteStorage": "forebay.storage.sqlite",
+        },
+    )
 
 __version__ = "0.2.0.dev0"
 
 __all__ = [
     "AgentLoop",
-    "AgentLoopManager",
-    "AsyncProduceStrategy",
     "AsyncReplayBufferConfig",
-    "BatchRequest",
-    "Budgets",
-    "BufferClosed",
-    "BufferLost",
-    "ChangedDataset",
-    "CheckpointError",
-    "CheckpointTooOld",
     "Column",
-    "CursorMoved",
-    "DamagedData",
-    "DisaggregatedAgentLoopManager",
-    "DuplicateGroup",
     "End",
-    "EngineError",
-    "EngineRestarted",
-    "EngineUnavailable",
-    "Evaluation",
     "FIFOReplayPolicy",
-    "ForebayError",
     "FreshestReplayPolicy",
     "FunctionAgentLoop",
     "GroupEnd",
-    "InvalidConfig",
-    "InvalidDataset",
-    "InvalidGroup",
-    "InvalidInput",
-    "InvalidQuery",
-    "InvalidRecord",
-    "InvalidTrajectory",
     "Lease",
-    "LostLease",
     "ManagerConfig",
     "MemoryStorage",
-    "NameTaken",
-    "NoCluster",
-    "NoProgress",
-    "NoRoom",
-    "NoSuchBuffer",
     "Order",
     "Place",
-    "PolicyError",
     "PriorityReplayPolicy",
-    "ProduceBatchResult",
-    "ProduceError",
-    "ProduceStatus",
-    "ProduceStrategy",
-    "ProducerState",
-    "ProducerStopped",
-    "Production",
-    "Progress",
     "Record",
-    "ReferenceLost",
     "ReplayBuffer",
     "ReplayBufferConfig",
     "ReplayPolicy",
-    "RewardUnavailable",
     "RolloutState",
     "SampleParams",
     "Sampler",
@@ -181,39 +88,20 @@ __all__ = [
     "StalenessReplayPolicy",
     "Status",
     "Storage",
-    "StorageError",
-    "StorageInUse",
-    "StorageUnavailable",
-    "StorageVanished",
-    "StoreAhead",
     "StrategyConfig",
-    "SyncProduceStrategy",
     "SyncReplayBufferConfig",
-    "Task",
     "TaskConfig",
-    "TaskResult",
-    "TerminalProgress",
-    "Timeouts",
-    "TooManyFailures",
-    "TooManyRejections",
-    "TooManyWaits",
-    "UnreadableData",
-    "UnsupportedPayload",
-    "VersionMismatch",
-    "WaitTimeout",
-    "WrongEventLoop",
     "checkpoint_exists",
-    "evaluate",
     "finish_status",
     "group_bytes",
     "group_staleness",
     "group_status",
-    "on_loop",
-    "reject_truncated",
-    "reject_zero_std",
     "sample_staleness",
     "stale_threshold",
     "staleness",
     "token_mask",
     "version_spans_of",
 ]
+__all__ += _errors.__all__
+__all__ += _manager.__all__
+__all__ += _produce.__all__

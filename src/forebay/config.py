@@ -1,6 +1,7 @@
-"""Checked settings that build a buffer, a strategy, a task, a manager; from a mapping, or from a table of a TOML file.
+"""Settings that build a buffer, a strategy, a task or a manager; from a mapping, or from a table of a TOML file.
 
-A wrong combination cannot be written down: values are checked when a config is made, unknown keys are refused.
+Values are checked when a config is made, and unknown keys are refused: an invalid config cannot exist. Making a config
+imports no optional package and opens no storage.
 
 >>> AsyncReplayBufferConfig(max_groups=256).build()
 <ReplayBuffer StalenessReplayPolicy() on MemoryStorage: 0 buffered groups>
@@ -13,59 +14,55 @@ forebay.errors.InvalidConfig: ReplayBufferConfig: Object contains unknown field 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeAlias, TypedDict, Unpack
 
 import msgspec
 
 from forebay.agent_loop.base import AgentLoop
-from forebay.arguments import checked_task
-from forebay.buffer import ReplayBuffer
-from forebay.checks import whole_number
-from forebay.errors import InvalidConfig, InvalidInput
-from forebay.group_ends import OnGroupEnd
-from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Task
-from forebay.manager.allocation import check_weights
-from forebay.policy import (
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.group_ends import OnGroupEnd
+from forebay.core.capacity import EXPECT_GROUP_BYTES
+from forebay.core.policy import (
     FIFOReplayPolicy,
     FreshestReplayPolicy,
     PriorityReplayPolicy,
     ReplayPolicy,
     StalenessReplayPolicy,
 )
+from forebay.core.validate import checked_integer, checked_task
+from forebay.errors import InvalidConfig, InvalidInput
+from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Task
+from forebay.manager.schedule import check_weights
 from forebay.produce import (
     AsyncProduceStrategy,
-    Budgets,
     ProduceStrategy,
     Progress,
     SyncProduceStrategy,
-    Timeouts,
     reject_truncated,
     reject_zero_std,
 )
 from forebay.produce.filters import Filter
 from forebay.produce.judge import GroupReward, SampleReward
-from forebay.prompts import Tokenize, ToRolloutState
-from forebay.sampler import Sampler
-from forebay.storage.base import EXPECT_GROUP_BYTES, Storage
-from forebay.storage.memory import MemoryStorage
+from forebay.produce.plan import StrategySettings
+from forebay.produce.strategy import SYNC_ARGUMENTS
+from forebay.prompts.sampler import Sampler
+from forebay.prompts.sources import Tokenize, ToRolloutState
+from forebay.storage.base import Storage
+from forebay.storage.urls import build_storage, check_storage_url
 
 __all__ = [
-    "IN_MEMORY",
     "POLICIES",
-    "SQLITE_URL",
     "AsyncReplayBufferConfig",
     "ManagerConfig",
     "ReplayBufferConfig",
     "StrategyConfig",
     "SyncReplayBufferConfig",
     "TaskConfig",
-    "build_storage",
 ]
 
-T = TypeVar("T")
-
+PolicyName: TypeAlias = Literal["fifo", "staleness", "priority", "freshest"]
 POLICIES: dict[str, type[ReplayPolicy]] = {
     "fifo": FIFOReplayPolicy,
     "staleness": StalenessReplayPolicy,
@@ -74,51 +71,14 @@ POLICIES: dict[str, type[ReplayPolicy]] = {
 }
 
 
-SQLITE_URL = "sqlite:///"
-"""How the URL of a store in a file begins."""
-
-IN_MEMORY = ("memory", "pandas")
-"""Storages that are gone with their process."""
-
-
-def build_storage(url: str) -> Storage:
-    """The storage that a config names.
-
-    `memory`, `pandas`, `sqlite:///path` (`sqlite:////path` if absolute), or `postgresql://host/database`, with
-    `#name` at its end for a buffer of another name than `forebay`.
-    """
-    if url == "memory":
-        return MemoryStorage()
-    if url == "pandas":
-        try:
-            from forebay.storage.pandas import PandasStorage
-        except ModuleNotFoundError as missing:
-            raise InvalidConfig("storage 'pandas' needs pandas: pip install 'forebay[pandas]'") from missing
-        return PandasStorage()
-    if isinstance(url, str) and url.startswith(SQLITE_URL) and len(url) > len(SQLITE_URL):
-        from forebay.storage.sqlite import SQLiteStorage
-
-        return SQLiteStorage(url.removeprefix(SQLITE_URL))
-    if isinstance(url, str) and url.startswith(("postgresql://", "postgres://")):
-        try:
-            from forebay.storage.postgres import PostgresStorage
-        except ModuleNotFoundError as missing:
-            raise InvalidConfig("storage 'postgresql://' needs asyncpg: pip install 'forebay[postgres]'") from missing
-        dsn, _, name = url.partition("#")
-        return PostgresStorage(dsn, name or "forebay")
-    raise InvalidConfig(
-        f"unknown storage {url!r}; expected 'memory', 'pandas', 'sqlite:///path' or 'postgresql://host/database'"
-    )
-
-
 class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """What all configs can do."""
+    """The base of all configs."""
 
     table: ClassVar[str] = ""
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
-        """A config from plain data; InvalidConfig names the key that does not fit."""
+        """A config from plain data; InvalidConfig names the wrong key."""
         if not isinstance(mapping, Mapping):
             raise InvalidConfig(f"{cls.__name__}: expected a mapping, got {mapping!r}")
         try:
@@ -141,11 +101,11 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
 
 
 class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Policy, storage and limits of a buffer. `build()` makes a new one each time."""
+    """Policy, storage and limits of a buffer. Each `build()` makes a new buffer. `storage`: see `storage.urls`."""
 
     table: ClassVar[str] = "replay_buffer"
 
-    policy: Literal["fifo", "staleness", "priority", "freshest"] = "fifo"
+    policy: PolicyName = "fifo"
     storage: str = "memory"
     max_groups: int | None = None
     max_bytes: int | None = None
@@ -156,127 +116,74 @@ class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or self.policy not in POLICIES:
             raise InvalidConfig(f"unknown policy {self.policy!r}; expected one of {', '.join(POLICIES)}")
-        build_storage(self.storage)
-        # The rest is checked by the buffer, which costs nothing until it is used.
-        self._build(None)
+        check_storage_url(self.storage)
+        self._build(None)  # the buffer checks the other settings; it opens nothing before its first use
 
     def build(self, *, on_group_end: OnGroupEnd | None = None) -> ReplayBuffer:
         return self._build(build_storage(self.storage), on_group_end)
 
     def _build(self, storage: Storage | None, on_group_end: OnGroupEnd | None = None) -> ReplayBuffer:
-        return ReplayBuffer(
-            POLICIES[self.policy](),
-            storage,
-            max_groups=self.max_groups,
-            max_bytes=self.max_bytes,
-            expect_group_bytes=self.expect_group_bytes,
-            lease_s=self.lease_s,
-            keep_trained=self.keep_trained,
-            on_group_end=on_group_end,
-        )
+        settings = msgspec.structs.asdict(self)
+        del settings["policy"], settings["storage"]
+        return ReplayBuffer(POLICIES[self.policy](), storage, **settings, on_group_end=on_group_end)
 
 
 class SyncReplayBufferConfig(ReplayBufferConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Arrival order in memory: for training that consumes what it just produced."""
+    """First in, first out, in memory: for training that consumes each batch right after it was produced."""
 
 
 class AsyncReplayBufferConfig(ReplayBufferConfig, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """Oldest first in memory: for training that runs beside its producers."""
+    """Oldest first, in memory: for training that runs at the same time as its producers."""
 
-    policy: Literal["fifo", "staleness", "priority", "freshest"] = "staleness"
+    policy: PolicyName = "staleness"
 
 
-class StrategyConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """How a task is produced; see `AsyncProduceStrategy`. Kind `sync` takes none of the settings of running ahead."""
+class StrategyParts(TypedDict, total=False):
+    """The parts of a strategy that are objects, not plain data; see `ProduceStrategy`."""
+
+    sync_weights_interval: int
+    reward_fn: SampleReward | None
+    group_reward_fn: GroupReward | None
+    is_valid_sample_fn: Filter | Sequence[Filter] | None
+    should_continue_fn: Callable[[int, int], bool] | None
+    progress: Progress | None
+
+
+class StrategyConfig(Config, StrategySettings, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """How a task is produced; see `AsyncProduceStrategy`. Kind `sync` accepts no settings for running ahead."""
 
     table: ClassVar[str] = "strategy"
 
     kind: Literal["sync", "async"] = "async"
-    over_sample_threshold: float = 0.0
-    enable_partial_rollout: bool = False
-    max_staleness: int = 0
-    max_token_staleness: int | None = None
-    tail_batch_trigger_size: int = 0
-    tail_after: int = 3
-    max_tries: int = 3
     filters: tuple[Literal["reject_zero_std", "reject_truncated"], ...] = ()
-    timeouts: Timeouts = Timeouts()
-    budgets: Budgets = Budgets()
 
     def __post_init__(self) -> None:
-        # Checks everything, and costs nothing until it is used. Whether partial rollout goes with the interval of the
-        # weights is for those to check who know that.
-        self.build(ReplayBuffer(), sync_weights_interval=2)
-        if self.kind == "sync":
-            for name in _AHEAD:
-                if getattr(self, name) != msgspec.structs.fields(StrategyConfig)[_index(name)].default:
-                    raise InvalidConfig(f"{name}={getattr(self, name)!r} with kind='sync', which never runs ahead")
+        super().__post_init__()
+        if unknown := set(self.filters) - _FILTERS.keys():
+            raise InvalidConfig(f"unknown filters {sorted(unknown)}; expected some of {', '.join(_FILTERS)}")
+        for name, default in msgspec.structs.asdict(StrategySettings()).items():
+            if self.kind == "sync" and name not in SYNC_ARGUMENTS and getattr(self, name) != default:
+                raise InvalidConfig(f"{name}={getattr(self, name)!r} is set, but kind='sync' never runs ahead")
 
-    def build(
-        self,
-        replay_buffer: ReplayBuffer,
-        *,
-        sync_weights_interval: int = 1,
-        reward_fn: SampleReward | None = None,
-        group_reward_fn: GroupReward | None = None,
-        is_valid_sample_fn: Filter | None = None,
-        should_continue_fn: Callable[[int, int], bool] | None = None,
-        progress: Progress | None = None,
-    ) -> ProduceStrategy:
-        """The strategy; the filters named here come before the function given."""
+    def build(self, replay_buffer: ReplayBuffer, **parts: Unpack[StrategyParts]) -> ProduceStrategy:
+        """The strategy; the filters of this config are applied before `is_valid_sample_fn`."""
         filters: list[Filter] = [_FILTERS[name] for name in self.filters]
-        if is_valid_sample_fn is not None:
-            filters.append(is_valid_sample_fn)
+        own = parts.get("is_valid_sample_fn")
+        filters += () if own is None else [own] if callable(own) else own
+        parts["is_valid_sample_fn"] = filters
+        names = StrategySettings.__struct_fields__
         if self.kind == "sync":
-            return SyncProduceStrategy(
-                replay_buffer,
-                sync_weights_interval=sync_weights_interval,
-                max_tries=self.max_tries,
-                reward_fn=reward_fn,
-                group_reward_fn=group_reward_fn,
-                is_valid_sample_fn=filters,
-                should_continue_fn=should_continue_fn,
-                timeouts=self.timeouts,
-                budgets=self.budgets,
-                progress=progress,
-            )
-        return AsyncProduceStrategy(
-            replay_buffer,
-            over_sample_threshold=self.over_sample_threshold,
-            enable_partial_rollout=self.enable_partial_rollout,
-            max_staleness=self.max_staleness,
-            max_token_staleness=self.max_token_staleness,
-            sync_weights_interval=sync_weights_interval,
-            tail_batch_trigger_size=self.tail_batch_trigger_size,
-            tail_after=self.tail_after,
-            max_tries=self.max_tries,
-            reward_fn=reward_fn,
-            group_reward_fn=group_reward_fn,
-            is_valid_sample_fn=filters,
-            should_continue_fn=should_continue_fn,
-            timeouts=self.timeouts,
-            budgets=self.budgets,
-            progress=progress,
-        )
+            names = tuple(name for name in names if name in SYNC_ARGUMENTS)
+        kind = SyncProduceStrategy if self.kind == "sync" else AsyncProduceStrategy
+        settings = {name: getattr(self, name) for name in names}
+        return kind(replay_buffer, **settings, **parts)
 
 
 _FILTERS: dict[str, Filter] = {"reject_zero_std": reject_zero_std, "reject_truncated": reject_truncated}
-_AHEAD = (
-    "over_sample_threshold",
-    "enable_partial_rollout",
-    "max_staleness",
-    "max_token_staleness",
-    "tail_batch_trigger_size",
-    "tail_after",
-)
-
-
-def _index(name: str) -> int:
-    return StrategyConfig.__struct_fields__.index(name)
 
 
 class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A task as plain data. What is no data (agent loop, rewards, another data set) is given to `build`."""
+    """A task as plain data. Objects (agent loop, rewards, another data set) are arguments of `build`."""
 
     table: ClassVar[str] = "task"
 
@@ -293,7 +200,7 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         checked_task(self.name)
-        whole_number("prompt_repeat_k", self.prompt_repeat_k, least=1)
+        checked_integer("prompt_repeat_k", self.prompt_repeat_k, least=1)
         if self.weight != 0:
             check_weights({self.name: self.weight})
 
@@ -302,20 +209,15 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
         replay_buffer: ReplayBuffer,
         agent_loop: AgentLoop,
         *,
-        sync_weights_interval: int = 1,
         dataset: Any = None,
         to_rollout_state: ToRolloutState | None = None,
         tokenize: Tokenize | None = None,
-        reward_fn: SampleReward | None = None,
-        group_reward_fn: GroupReward | None = None,
-        is_valid_sample_fn: Filter | None = None,
-        should_continue_fn: Callable[[int, int], bool] | None = None,
-        progress: Progress | None = None,
+        **parts: Unpack[StrategyParts],
     ) -> Task:
-        """The task, around a buffer."""
+        """The task, with a sampler and a strategy for this buffer."""
         source = self.dataset if dataset is None else dataset
         if source is None:
-            raise InvalidConfig(f"task {self.name!r} has no data set; name a JSONL file in it, or give one to build")
+            raise InvalidConfig(f"task {self.name!r} has no data set; name a JSONL file in it, or pass one to build")
         return Task(
             name=self.name,
             weight=self.weight,
@@ -331,20 +233,12 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
                 offline=self.offline,
                 allow_changed_data=self.allow_changed_data,
             ),
-            strategy=self.strategy.build(
-                replay_buffer,
-                sync_weights_interval=sync_weights_interval,
-                reward_fn=reward_fn,
-                group_reward_fn=group_reward_fn,
-                is_valid_sample_fn=is_valid_sample_fn,
-                should_continue_fn=should_continue_fn,
-                progress=progress,
-            ),
+            strategy=self.strategy.build(replay_buffer, **parts),
         )
 
 
 class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A whole plane as plain data: tasks (or one), their buffer, and how they are run.
+    """A whole data plane as plain data: one task or several, their buffer, and how they run.
 
     >>> config = ManagerConfig.from_mapping(
     ...     {"mode": "colocated", "tasks": [{"name": "math", "weight": 2, "strategy": {"kind": "sync"}}]}
@@ -361,16 +255,16 @@ class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     replay_buffer: ReplayBufferConfig = AsyncReplayBufferConfig()
 
     def __post_init__(self) -> None:
-        whole_number("sync_weights_interval", self.sync_weights_interval, least=1)
+        checked_integer("sync_weights_interval", self.sync_weights_interval, least=1)
         if self.mode not in ("colocated", "disaggregated"):
             raise InvalidConfig(f"mode is {self.mode!r}; expected 'colocated' or 'disaggregated'")
         names = [task.name for task in self._task_configs]
         for name in names:
             if names.count(name) > 1:
-                raise InvalidConfig(f"two tasks are named {name!r}; expected names of their own")
-        # Not only each strategy by itself, but with this interval.
+                raise InvalidConfig(f"two tasks are named {name!r}; expected distinct names")
+        # Each strategy was checked alone; now it is checked with this interval.
         for task in self._task_configs:
-            task.strategy.build(ReplayBuffer(), sync_weights_interval=self.sync_weights_interval)
+            task.strategy.limits(self.sync_weights_interval)
         check_weights({task.name: task.weight for task in self._task_configs})
 
     @property
@@ -391,46 +285,30 @@ class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
         progress: Progress | None = None,
         replay_buffer: ReplayBuffer | None = None,
     ) -> AgentLoopManager | DisaggregatedAgentLoopManager:
-        """The manager, its tasks and their buffer. Each part is one for all tasks, or a mapping with one for some."""
+        """The manager, its tasks and their buffer. Each part is for all tasks, or a mapping by task name."""
         buffer = self.replay_buffer.build() if replay_buffer is None else replay_buffer
-        configs = self._task_configs
-        named = {task.name for task in configs}
-        for part in (
-            agent_loop,
-            datasets,
-            to_rollout_state,
-            tokenize,
-            reward_fn,
-            group_reward_fn,
-            is_valid_sample_fn,
-            should_continue_fn,
-        ):
+        named = {task.name for task in self._task_configs}
+        parts: dict[str, Any] = {
+            "agent_loop": agent_loop,
+            "dataset": datasets,
+            "to_rollout_state": to_rollout_state,
+            "tokenize": tokenize,
+            "reward_fn": reward_fn,
+            "group_reward_fn": group_reward_fn,
+            "is_valid_sample_fn": is_valid_sample_fn,
+            "should_continue_fn": should_continue_fn,
+        }
+        for name, part in parts.items():
             unknown = set(part) - named if isinstance(part, Mapping) else set()
             if unknown:
-                raise InvalidInput(f"parts for tasks {sorted(unknown)}, but there are only {sorted(named)}")
+                raise InvalidInput(f"{name} has tasks {sorted(unknown)}; expected some of {sorted(named)}")
         tasks = []
-        for task in configs:
-            loop = _part(agent_loop, task.name)
-            if loop is None:
-                raise InvalidConfig(f"task {task.name!r} has no agent loop; give one for it")
-            tasks.append(
-                task.build(
-                    buffer,
-                    loop,
-                    sync_weights_interval=self.sync_weights_interval,
-                    dataset=_part(datasets, task.name),
-                    to_rollout_state=_part(to_rollout_state, task.name),
-                    tokenize=_part(tokenize, task.name),
-                    reward_fn=_part(reward_fn, task.name),
-                    group_reward_fn=_part(group_reward_fn, task.name),
-                    is_valid_sample_fn=_part(is_valid_sample_fn, task.name),
-                    should_continue_fn=_part(should_continue_fn, task.name),
-                    progress=progress,
-                )
-            )
+        for task in self._task_configs:
+            own: dict[str, Any] = {
+                name: part.get(task.name) if isinstance(part, Mapping) else part for name, part in parts.items()
+            }
+            if own["agent_loop"] is None:
+                raise InvalidConfig(f"task {task.name!r} has no agent loop; pass one for it")
+            tasks.append(task.build(buffer, **own, sync_weights_interval=self.sync_weights_interval, progress=progress))
         kind = AgentLoopManager if self.mode == "colocated" else DisaggregatedAgentLoopManager
         return kind(tasks, buffer, sync_weights_interval=self.sync_weights_interval)
-
-
-def _part(part: T | Mapping[str, T] | None, name: str) -> T | None:
-    return part.get(name) if isinstance(part, Mapping) else part

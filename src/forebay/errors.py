@@ -1,9 +1,9 @@
 """The exceptions of Forebay.
 
     ForebayError
-    ├── InvalidInput (ValueError)      what was handed in cannot be right; nothing was changed
+    ├── InvalidInput (ValueError)      an argument cannot be right; nothing was changed
     │   ├── InvalidGroup               members that do not make a group: mixed, unequal lengths, bad ids
-    │   │   └── DuplicateGroup         a group of this identity is already there
+    │   │   └── DuplicateGroup         a group of this identity already exists
     │   ├── InvalidQuery               a query that names no field, no operator, or a wrong operand
     │   ├── InvalidConfig              settings that contradict each other, or that must deadlock
     │   ├── InvalidDataset             a data set that is empty, changed, or that cannot be drawn from
@@ -11,10 +11,10 @@
     │   │   └── InvalidRecord          a record of a data set that makes no prompt; has its index
     │   ├── StoreAhead                 the store was trained further than the run that opens it
     │   ├── CheckpointTooOld           its store dropped groups that were trained after it
-    │   ├── NameTaken                  a buffer of this name is there already
+    │   ├── NameTaken                  a buffer of this name already exists
     │   ├── InvalidTrajectory          arrays that make no trajectory, or not one of the buffer's schema
     │   └── UnsupportedPayload         a value inside a sample that cannot be stored as plain data
-    ├── CheckpointError                a file operation of a checkpoint failed; the earlier one is as it was
+    ├── CheckpointError                a file operation of a checkpoint failed; the earlier one is unchanged
     ├── DamagedData                    bytes that are not what they claim to be
     │   └── UnreadableData             intact, but this installation cannot read it: a newer version, a missing package
     ├── StorageError                   the storage could not do it: disk full, I/O error, server gone
@@ -23,25 +23,25 @@
     │   ├── StorageUnavailable         the server cannot be reached, or went away
     │   │   ├── NoCluster              Ray is not running, or this process has not joined it
     │   │   └── NoSuchBuffer           no buffer of this name is hosted in the cluster
-    │   ├── BufferLost                 the actor that hosted it died, and with it what it had in memory
+    │   ├── BufferLost                 the actor that hosted it in memory died, and its groups with it
     │   ├── VersionMismatch            the other side runs another version of Forebay
     │   └── TooManyWaits               more calls wait at one host than it has places for
-    ├── ReferenceLost                  a sample refers to a value that is gone: its owner died
+    ├── ReferenceLost                  a sample refers to a value that no longer exists
     ├── EngineError                    an inference server answered wrongly, or not at all
     │   └── EngineUnavailable          it cannot be used just now; no try is spent
     │       └── EngineRestarted        it may have lost the weights that it was given; push them again
-    ├── ProduceError                   producing cannot go on; carries the last cause
-    │   ├── TooManyFailures            so many groups in a row failed, without one success
-    │   ├── TooManyRejections          so many groups in a row were filtered, without one success
+    ├── ProduceError                   producing cannot continue; carries the last cause
+    │   ├── TooManyFailures            too many groups in a row failed, without one success
+    │   ├── TooManyRejections          too many groups in a row were filtered, without one success
     │   ├── RewardUnavailable          rewards or filters fail for every group; no try is spent
-    │   └── ProducerStopped            nobody produces what is waited for
-    ├── PolicyError                    a policy of the user's own chose what it was not offered
+    │   └── ProducerStopped            no producer runs that could complete the batch
+    ├── PolicyError                    a user's policy chose rows that it was not offered
     ├── WaitTimeout (TimeoutError)     a wait ran out of time; carries what it was waiting for
-    ├── NoRoom                         the capacity is used up just now (a wait for room handles it)
-    ├── LostLease                      the holder no longer holds what it tries to give back
+    ├── NoRoom                         the capacity is used up now; the buffer waits until some is free
+    ├── LostLease                      the caller no longer holds the groups that it gives back
     ├── CursorMoved                    another producer drew from this task in between
     ├── BufferClosed                   the buffer was closed
-    └── WrongEventLoop                 used from another event loop than the one it lives on
+    └── WrongEventLoop                 used from another event loop than the one it belongs to
 
 Every message says what was asked, what was found, and what to do about it.
 """
@@ -107,7 +107,7 @@ class InvalidGroup(InvalidInput):
 
 
 class DuplicateGroup(InvalidGroup):
-    """A group of this task and group_id is already there, or has already ended."""
+    """A group of this task and group_id already exists, or has already ended."""
 
 
 class InvalidQuery(InvalidInput):
@@ -152,7 +152,7 @@ class CheckpointTooOld(InvalidInput):
 
 
 class NameTaken(InvalidInput):
-    """A buffer of this name is hosted in the cluster already; `connect` to it, or choose another name."""
+    """A buffer of this name is already hosted in the cluster; `connect` to it, or choose another name."""
 
 
 class InvalidTrajectory(InvalidInput):
@@ -164,7 +164,7 @@ class UnsupportedPayload(InvalidInput):
 
 
 class CheckpointError(ForebayError):
-    """A file operation of a checkpoint failed. An earlier checkpoint at that place is as it was.
+    """A file operation of a checkpoint failed. An earlier checkpoint at that path is unchanged.
 
     One exception: if the very last sync fails, the new checkpoint is in place and complete; the message says so.
     """
@@ -222,7 +222,7 @@ class TooManyWaits(StorageError):
 
 
 class ReferenceLost(ForebayError):
-    """A sample refers to a value that cannot be had any more: its owner died, or no copy is left."""
+    """A sample refers to a value that no longer exists: its owner died, or no copy is left."""
 
 
 class EngineError(ForebayError):
@@ -240,25 +240,25 @@ class EngineRestarted(EngineUnavailable):
 
 
 class ProduceError(ForebayError):
-    """Producing cannot go on. Nothing was lost: what was in flight is back in the buffer."""
+    """Producing cannot continue. Nothing was lost: all groups in flight are back in the buffer."""
 
 
 class TooManyFailures(ProduceError):
-    """So many groups in a row failed, without one success, that the run would go on failing."""
+    """Too many groups in a row failed, without one success: the run would continue to fail."""
 
 
 class RewardUnavailable(ProduceError):
-    """Rewards or filters have failed for every group for `judge_give_up_s`. The groups go back with their responses,
-    which are only judged again, and spend no try. Produce again when the reward works.
+    """Rewards or filters have failed for every group for `judge_give_up_s`. The groups return to the buffer with their
+    responses, which are only judged again, and spend no try. Produce again when the reward works.
     """
 
 
 class TooManyRejections(ProduceError):
-    """So many groups in a row were filtered, without one success, that the batch would never fill."""
+    """Too many groups in a row were filtered, without one success: the batch would never fill."""
 
 
 class ProducerStopped(ProduceError):
-    """The batch is not there, and nobody is producing it: the producer failed, ended, or was never started."""
+    """The batch is incomplete, and no producer runs: it failed, ended, or was never started."""
 
 
 class PolicyError(ForebayError):
@@ -275,9 +275,9 @@ class WaitTimeout(ForebayError, TimeoutError):
 
 
 class NoRoom(ForebayError):
-    """The capacity is used up. The buffer waits for room; only storages raise this.
+    """The capacity is used up. Only storages raise this; the buffer waits until capacity is free.
 
-    `groups` and `bytes` are what would have to fit.
+    `groups` and `bytes`: the size of the groups that do not fit.
     """
 
     def __init__(self, message: str, groups: int, size: int) -> None:
@@ -287,16 +287,16 @@ class NoRoom(ForebayError):
 
 
 class LostLease(ForebayError):
-    """What the caller tries to give back is no longer its own. Drop the work: someone else has it."""
+    """The caller no longer holds the groups that it gives back. Drop the work: another owner has them."""
 
 
 class CursorMoved(ForebayError):
-    """The task was drawn from in between; `cursor` is where it stands now."""
+    """Another producer drew from the task in between; `cursor` is its position now."""
 
     def __init__(self, task_name: str, expected: int, cursor: int) -> None:
         super().__init__(
-            f"task {task_name!r} was to be drawn at group {expected}, but stands at {cursor}: another "
-            "producer draws from it; build the prompts for the new position and try again"
+            f"task {task_name!r} was to be drawn at group {expected}, but its position is {cursor}: "
+            "another producer drew from it; build the prompts for the new position and try again"
         )
         self.task_name = task_name
         self.cursor = cursor
@@ -307,4 +307,4 @@ class BufferClosed(ForebayError):
 
 
 class WrongEventLoop(ForebayError):
-    """A buffer lives on one event loop at a time; `forebay.blocking` serves other threads."""
+    """A buffer belongs to one event loop at a time; `forebay.blocking` serves other threads."""

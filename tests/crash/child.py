@@ -12,6 +12,7 @@ import random
 from pathlib import Path
 
 from forebay import ReplayBuffer, RolloutState, StalenessReplayPolicy, Status
+from forebay.buffer.internal import internals
 from forebay.storage.sqlite import SQLiteStorage
 from tests.doom import Doom
 
@@ -33,13 +34,13 @@ async def work(directory: Path, seed: int, doom: Doom) -> None:
 
     async def produce() -> None:
         while True:
-            groups = await buffer.redraw(choice.randint(0, 2), TASK)
+            groups = await internals(buffer).redraw(choice.randint(0, 2), TASK)
             if not groups and len(buffer) < 30:
-                number, _ = await buffer.position(TASK)
+                number, _ = await internals(buffer).position(TASK)
                 ids = [number, number + 1]
                 prompts = [[RolloutState(message=[{"content": str(i)}]) for _ in range(2)] for i in ids]
                 report("try", "issue", ids)
-                groups = await buffer.issue(prompts, TASK, cursor=number)
+                groups = (await internals(buffer).issue(prompts, TASK, cursor=number)).groups
                 report("did", "issue", ids)
             for group in groups:
                 group_id = group[0].group_id or 0

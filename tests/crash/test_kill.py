@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from forebay import ReplayBuffer, StalenessReplayPolicy, Status
-from forebay.checkpoint import open_checkpoint
+from forebay.buffer.internal import internals
+from forebay.checkpoint.format import open_checkpoint
 from forebay.storage.sqlite import SQLiteStorage
 from tests.crash.child import TASK, answer
 from tests.lives import lives
@@ -52,7 +53,7 @@ async def check(directory: Path, account: Account) -> None:
     records = {record.group_id: record for record in await buffer.query({"place": "buffered"})}
     assert "in_flight" not in ledger, "its holder is dead"
     assert "leased" not in ledger, "its holder is dead"
-    position, _ = await buffer.position(TASK)
+    position, _ = await internals(buffer).position(TASK)
     assert account.issued <= set(range(position)) <= account.issued | account.tried["issue"]
     assert not account.acked & set(records), "an acknowledged group is there again"
     for group_id in account.issued - account.tried["ack"]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from forebay import ReplayBuffer, StalenessReplayPolicy
+from forebay.buffer.internal import internals
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.simulate import check_ledger
 from tests.crash.manager_child import BATCH, TASKS, Trained, fate, read_weights
@@ -49,7 +50,7 @@ async def account_for_all(directory: Path, trained: Trained) -> None:
     check_ledger(ledger)
     assert set(ledger) == set(TASKS)
     for task_name, line in ledger.items():
-        drawn, _ = await buffer.position(task_name)
+        drawn, _ = await internals(buffer).position(task_name)
         mine = {group_id for name, group_id in seen if name == task_name}
         held = [record.group_id for record in await buffer.query({"task_name": task_name, "place": "buffered"})]
         assert len(held) == len(set(held)), f"{task_name}: held twice"

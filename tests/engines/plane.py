@@ -13,13 +13,13 @@ from forebay import (
     AsyncReplayBufferConfig,
     DisaggregatedAgentLoopManager,
     NoProgress,
+    OpenAIAgentLoop,
     ProduceStatus,
     RolloutState,
     SampleParams,
     Sampler,
     Task,
 )
-from forebay.agent_loop.openai import OpenAIAgentLoop
 from forebay.engines import EngineControl
 from tests.engines.servers import MODEL_NAME, Server
 from tests.engines.streams import StreamCounter
@@ -93,7 +93,7 @@ class Plane:
 
     async def tokens(self) -> int:
         """Tokens that were ever generated, wherever they are now."""
-        return (await self.manager.replay_buffer.storage.ledger(tokens=True))[_TASK]["issued"]
+        return (await self.manager.replay_buffer.storage.summary()).ledger(tokens=True)[_TASK]["issued"]
 
     async def samples(self) -> list[RolloutState]:
         """All samples with tokens: those trained on, and those in the buffer. The ledger must be closed."""

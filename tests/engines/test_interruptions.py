@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 from forebay import SampleParams, Status
+from forebay.core.rollout import TokenColumn
 from forebay.engines import EngineControl
-from forebay.rollout import TokenColumn
 from tests.engines.plane import LIMIT_S, fresh_samples, open_loop
 from tests.engines.reference import TOLERANCE
 from tests.engines.servers import Server

@@ -1,4 +1,4 @@
-"""Producers and trainers in processes of their own, which tests start, use and kill."""
+"""Producers and trainers in their own processes, which tests start, use and kill."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import numpy as np
 import ray
 
 from forebay import NoSuchBuffer, ReplayBuffer, ReplayBufferConfig, RolloutState, Status, blocking
+from forebay.buffer.internal import internals
 from forebay.ray import RayReplayBuffer
-from forebay.ray.actor import NAMESPACE
+from forebay.ray.host.actor import NAMESPACE
 from tests.processes import HANG_S
 
 __all__ = [
@@ -85,13 +86,12 @@ class Worker:
 
     def draw(self, n: int, task_name: str = TASK) -> list[int]:
         """Issue new prompts, and keep them."""
-        cursor, _ = self._buffer.position(task_name)
-        drawn = self._buffer.issue(prompts(n), task_name, cursor=cursor)
-        self._drawn += drawn
-        return ids(drawn)
+        groups = self._buffer.submit(drawn(self._buffer.native, n, task_name)).result()
+        self._drawn += groups
+        return ids(groups)
 
     def redraw(self, n: int, task_name: str = TASK) -> list[int]:
-        drawn = self._buffer.redraw(n, task_name)
+        drawn = self._buffer.submit(internals(self._buffer.native).redraw(n, task_name)).result()
         self._drawn += drawn
         return ids(drawn)
 
@@ -116,7 +116,7 @@ class Worker:
 
 
 def start(name: str, **options: Any) -> Any:
-    """A worker in a process of its own."""
+    """A worker in its own process."""
     declare: Any = ray.remote
     return declare(num_cpus=0, max_concurrency=4)(Worker).options(**options).remote(name)
 
@@ -173,8 +173,10 @@ async def connected(name: str) -> AsyncIterator[RayReplayBuffer]:
 
 async def drawn(buffer: ReplayBuffer, n: int, task_name: str = TASK) -> list[list[RolloutState]]:
     """New prompts."""
-    cursor, _ = await buffer.position(task_name)
-    return await buffer.issue(prompts(n), task_name, cursor=cursor)
+    cursor, _ = await internals(buffer).position(task_name)
+    issued = await internals(buffer).issue(prompts(n), task_name, cursor=cursor)
+    assert issued.taken == n
+    return issued.groups
 
 
 async def fill(buffer: ReplayBuffer, n: int, task_name: str = TASK, tokens: int = 3) -> list[int]:

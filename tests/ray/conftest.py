@@ -1,8 +1,8 @@
 """A real Ray cluster of several nodes on this machine, for the tests of this folder and for nobody else.
 
-Every pytest process that comes here starts a cluster of its own (so parallel runs never meet) with the first test of
+Every pytest process that comes here starts its own cluster (so parallel runs never meet) with the first test of
 the folder and ends it with the last. All ports are chosen by the kernel and open on the loopback address only; all
-files are in a directory of its own, which is removed. No dashboard, no metrics, no usage reports.
+files are in a dedicated directory, which is removed. No dashboard, no metrics, no usage reports.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Hosts for tests: real actors that can begin anew with an empty storage, because starting one takes long."""
+"""Hosts for tests: real actors that can start again with an empty storage, because starting an actor takes long."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import tempfile
 from pathlib import Path
@@ -11,27 +10,23 @@ from typing import Any
 import ray
 
 from forebay import Storage
-from forebay.ray.actor import BufferActor
-from forebay.ray.link import Link
-from forebay.ray.operations import HostSpec
-from forebay.ray.runner import Inline, InThread
-from forebay.ray.shards import ShardedStorage
-from forebay.ray.storage import RayStorage
+from forebay.ray.client.link import Link
+from forebay.ray.client.shards import ShardedStorage
+from forebay.ray.client.storage import RayStorage
+from forebay.ray.host.actor import CALLS, HEARTBEATS, WAITS, BufferActor
+from forebay.ray.host.operations import HostSpec
 
-_GROUPS = {"operations": 4, "waits": 16, "signs": 2}
+_GROUPS = {CALLS: 4, WAITS: 16, HEARTBEATS: 2}
 
 
 class ReusableActor(BufferActor):
     """A host that can be emptied."""
 
-    @ray.method(concurrency_group="operations")
+    @ray.method(concurrency_group=CALLS)
     def renew(self, storage: str) -> None:
         if self._host is not None:
-            host, self._host = self._host, None
-            self._runner.run(host.stop())
-        self._url = storage
-        self._runner = Inline() if storage == "memory" else InThread()
-        self._starting = asyncio.Lock()
+            self._loop.run(self._host.stop())
+        self._use(storage)
 
 
 class Hosts:

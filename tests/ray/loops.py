@@ -1,4 +1,4 @@
-"""Agent loops that tests run in actors, which import them from here. What to do with a sample stands in the sample."""
+"""Agent loops that tests run in actors, which import them from here. Each sample says what the loop does with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["AheadOfTraining", "Crashing", "Raising", "Scripted", "WithoutEngine"
 
 
 def group_of(members: int = 2, do: str = "answer", *, group_id: int = 7, **fields: Any) -> list[RolloutState]:
-    """A group whose members are to be answered so: see `Scripted`."""
+    """A group whose members are answered in this way: see `Scripted`."""
     identity: dict[str, Any] = {"task_name": "math", "group_id": group_id, "attempt": 2, "num_tries": 1}
     return [
         RolloutState(
@@ -31,7 +31,7 @@ def group_of(members: int = 2, do: str = "answer", *, group_id: int = 7, **field
 
 
 class Unspeakable(Exception):
-    """Can be neither pickled nor made again."""
+    """Can be neither pickled nor unpickled."""
 
     def __init__(self, one: int, *, two: int) -> None:
         super().__init__("unspeakable")
@@ -40,7 +40,7 @@ class Unspeakable(Exception):
 
 
 class Scripted(AgentLoop):
-    """Does with every sample what it says, and remembers what it was called with."""
+    """Does with each sample what the sample says, and records its calls."""
 
     def __init__(self) -> None:
         self.weights = 0
@@ -93,7 +93,7 @@ class Scripted(AgentLoop):
         return state
 
     def _write(self, state: RolloutState, tokens: int) -> None:
-        """So many tokens behind those that there are; each is the weights that it was generated with."""
+        """Append n tokens; each token is the number of the weights that generated it."""
         before = [] if state.response_ids is None else list(state.response_ids)
         state.response_ids = np.array(before + [self.weights] * tokens, dtype=np.int32)
         state.response = "word " * len(state.response_ids)
@@ -101,7 +101,7 @@ class Scripted(AgentLoop):
     # --- called through `call_all` --------------------------------------------------------------------
 
     async def begun(self, samples: int) -> int:
-        """Wait until so many samples were begun here."""
+        """Wait until n samples have begun here."""
         async with self._begun:
             await self._begun.wait_for(lambda: self.samples >= samples)
         return self.samples
@@ -111,7 +111,7 @@ class Scripted(AgentLoop):
         await self.resume()
 
     def release(self) -> None:
-        """Let samples that wait be answered."""
+        """Answer the waiting samples."""
         self._released.set()
 
     def pid(self) -> int:
@@ -123,7 +123,7 @@ class Scripted(AgentLoop):
         return str(ray.get_runtime_context().get_node_id())
 
     async def load(self, weights: Any, *, scale: int = 1) -> int:
-        """New weights; what is loaded is also remembered."""
+        """Load new weights, and record them."""
         await asyncio.sleep(0)
         self.weights = int(np.sum(weights)) * scale
         self.loaded.append(self.weights)
@@ -146,7 +146,7 @@ class Scripted(AgentLoop):
 
 
 class Raising(Scripted):
-    """Raises where a loop should not; or cancels itself. The first member is answered before."""
+    """Raises from `generate_group`, or cancels itself, after the first member is answered."""
 
     async def generate_group(
         self, group: list[RolloutState], *, enable_partial_rollout: bool = False
@@ -188,7 +188,7 @@ class AheadOfTraining(Scripted):
 
 
 class Crashing(Scripted):
-    """Its process ends while it is made."""
+    """Ends its process while it is created."""
 
     def __init__(self) -> None:
         os._exit(1)

@@ -32,9 +32,10 @@ from forebay import (
     WaitTimeout,
     blocking,
 )
+from forebay.buffer.internal import internals
+from forebay.core.ledger import Record
 from forebay.ray import RayReplayBuffer, wire
-from forebay.ray import storage as storage_module
-from forebay.record import Record
+from forebay.ray.client import storage as storage_module
 from tests.processes import HANG_S
 from tests.ray import children
 from tests.ray.children import answered, connected, drawn, eventually, fill, hosted, ids
@@ -49,7 +50,7 @@ PLACES = 4
 
 @pytest.fixture(scope="module")
 def shared(cluster: LocalCluster) -> Iterator[str]:
-    """A buffer in memory for the tests of this file, each with tasks of its own: to start one takes long."""
+    """A buffer in memory for the tests of this file, each with its own tasks: starting one takes long."""
     RayReplayBuffer.create(NAME, ReplayBufferConfig(lease_s=60), wait_places=PLACES)
     yield NAME
     RayReplayBuffer.destroy(NAME)
@@ -64,17 +65,17 @@ async def buffer(shared: str) -> AsyncIterator[RayReplayBuffer]:
 # --- the same interface -------------------------------------------------------------------------------
 
 
-def test_the_blocking_facade_takes_it_as_it_is(shared: str) -> None:
+def test_the_blocking_facade_accepts_a_hosted_buffer(shared: str) -> None:
     with blocking.ReplayBuffer(RayReplayBuffer.connect(shared)) as buffer:
-        groups = buffer.issue(children.prompts(3), "blocking", cursor=0)
-        buffer.put_many([answered(group) for group in groups], "blocking")
+        drawing = buffer.submit(drawn(buffer.native, 3, "blocking"))
+        buffer.put_many([answered(group) for group in drawing.result()], "blocking")
         with buffer.lease_batch({"blocking": 2}, train_step=1, timeout_s=HANG_S) as lease:
             assert ids(lease.groups) == [0, 1]
         assert buffer.count("blocking", COMPLETED) == 1
         assert buffer.ledger()["blocking"]["trained"] == 2
 
 
-async def test_it_can_be_sent_to_a_task(buffer: RayReplayBuffer) -> None:
+async def test_a_hosted_buffer_can_be_sent_to_a_task(buffer: RayReplayBuffer) -> None:
     declare: Any = ray.remote
     put = declare(num_cpus=0)(_put_from_a_task)
     pid, uid = await asyncio.wrap_future(put.remote(buffer).future())
@@ -94,7 +95,7 @@ def _put_from_a_task(buffer: RayReplayBuffer) -> tuple[int, int | None]:
     return os.getpid(), asyncio.run(put())
 
 
-def test_one_event_loop_after_the_other(shared: str) -> None:
+def test_a_hosted_buffer_works_on_one_event_loop_after_another(shared: str) -> None:
     buffer = RayReplayBuffer.connect(shared)
 
     async def put_and_leave_a_wait() -> None:
@@ -111,7 +112,7 @@ def test_one_event_loop_after_the_other(shared: str) -> None:
     asyncio.run(buffer.close())
 
 
-async def test_what_comes_is_what_was_put_and_read_only(buffer: RayReplayBuffer) -> None:
+async def test_groups_come_back_as_they_were_put_with_read_only_arrays(buffer: RayReplayBuffer) -> None:
     large, small = np.arange(100_000), np.arange(5)
     for column in (large, small):
         await buffer.put([RolloutState(message=[], response_ids=column, status=COMPLETED)], "own")
@@ -124,14 +125,14 @@ async def test_what_comes_is_what_was_put_and_read_only(buffer: RayReplayBuffer)
 
 
 class NewestFirst(ReplayPolicy):
-    """A policy of a user's own, which goes to the host with the buffer."""
+    """A user's own policy, which goes to the host with the buffer."""
 
     def choose(self, records: Sequence[Record], n: int) -> Sequence[int]:
         return [record.uid for record in reversed(records)][:n]
 
 
 @pytest.mark.parametrize("kind", ["memory", "pandas", "sqlite"])
-async def test_any_storage_with_limits_and_a_policy_of_the_users_own(
+async def test_any_storage_works_with_limits_and_a_users_own_policy(
     cluster: LocalCluster, new_name: NewName, tmp_path: Path, kind: str
 ) -> None:
     storage = f"sqlite:///{tmp_path / 'store.db'}" if kind == "sqlite" else kind
@@ -140,27 +141,29 @@ async def test_any_storage_with_limits_and_a_policy_of_the_users_own(
     async with hosted(name, config, policy=NewestFirst()) as buffer, connected(name) as other:
         await fill(buffer, 4)
         assert repr(other.policy) == "NewestFirst()"
+        assert await _draw_one(other) is None
         with pytest.raises(WaitTimeout, match="4 of 4 groups"):
-            await drawn_within(other, 0.05)
-        drawing = asyncio.create_task(drawn(other, 1))
+            await other.put(answered([*children.prompts(1)[0]]), "hand", timeout_s=0.05)
+        drawing = asyncio.create_task(internals(other).until(lambda: _draw_one(other), "a prompt", ("math",)))
         putting = asyncio.create_task(other.put(answered([*children.prompts(1)[0]]), "hand"))
         await eventually(lambda: _waits_at(name, 2))
         async with buffer.lease_batch({"math": 2}, train_step=1) as lease:
             assert ids(lease.groups) == [3, 2]
         assert ids(await drawing) == [4]
         assert await putting is not None
-        assert await buffer.room() == 0
+        assert await _draw_one(other) is None
         archived = await buffer.query({"status": "archived"})
         assert len(archived) == 1
         assert await closed_ledger(buffer) == {"issued": 5, "buffered": 2, "trained": 2, "in_flight": 1}
 
 
-async def drawn_within(buffer: ReplayBuffer, timeout_s: float) -> None:
-    cursor, _ = await buffer.position("math")
-    await buffer.issue(children.prompts(1), "math", cursor=cursor, timeout_s=timeout_s)
+async def _draw_one(buffer: ReplayBuffer) -> list[list[RolloutState]] | None:
+    """A new prompt, if there is room for it."""
+    cursor, _ = await internals(buffer).position("math")
+    return (await internals(buffer).issue(children.prompts(1), "math", cursor=cursor)).groups or None
 
 
-async def test_a_manager_runs_on_it_and_its_checkpoint_goes_on_elsewhere(
+async def test_a_manager_runs_on_a_hosted_buffer_and_its_checkpoint_resumes_elsewhere(
     buffer: RayReplayBuffer, tmp_path: Path
 ) -> None:
     async def answer(state: RolloutState) -> None:
@@ -189,7 +192,7 @@ async def test_a_manager_runs_on_it_and_its_checkpoint_goes_on_elsewhere(
         await steps(manager, 1, 2, 3)
     await producer
     assert (await closed_ledger(buffer, "managed"))["trained"] == 12
-    # The whole plane goes on in one process, from where the last checkpoint stood.
+    # Everything continues in one process, from the last checkpoint.
     async with ReplayBuffer() as local, manager_on(local) as manager:
         assert await manager.resume(tmp_path / "checkpoint") == 3
         await manager.continue_produce(3)
@@ -211,11 +214,10 @@ def _count_calls(actor: Any) -> None:
     host.counts = {}
 
     def counted(method: Any) -> Any:
-        async def call(head: bytes, *rest: Any) -> Any:
-            request: wire.Request = wire.decoded(head, wire.Request)
+        async def call(request: wire.Request, *rest: Any) -> Any:
             counts = host.counts.setdefault(request.client, {})
             counts[request.op] = counts.get(request.op, 0) + 1
-            return await method(head, *rest)
+            return await method(request, *rest)
 
         return call
 
@@ -228,7 +230,7 @@ def _in_host(name: str, look: Callable[[Any], Any]) -> asyncio.Future[Any]:
 
 async def _waits_at(name: str, n: int) -> bool:
     try:
-        # Looking is a call of its own, beside those of the host; one that is late is asked again.
+        # This look is a separate call, beside those of the host; one that is late is repeated.
         return bool(await asyncio.wait_for(_in_host(name, lambda actor: len(actor._host._waits)), 10) == n)
     except TimeoutError:
         return False
@@ -246,13 +248,13 @@ async def test_g11_a_wait_is_one_long_call(shared: str, buffer: RayReplayBuffer)
         lease = await leasing
         await lease.ack()
         counts = await _in_host(shared, lambda actor: actor._host.counts)
-        assert counts[producer.storage._link.client]["put"] == 64  # type: ignore[attr-defined]
-        mine = counts[buffer.storage._link.client]  # type: ignore[attr-defined]
+        assert counts[producer.storage.link.client]["put"] == 64  # type: ignore[attr-defined]
+        mine = counts[buffer.storage.link.client]  # type: ignore[attr-defined]
         assert mine["wait"] <= 2
         assert sum(mine.values()) <= 8, f"it should wait in one call, and made {mine}"
 
 
-async def test_g11_more_waits_than_places(shared: str, buffer: RayReplayBuffer) -> None:
+async def test_g11_one_wait_more_than_there_are_places_is_refused(shared: str, buffer: RayReplayBuffer) -> None:
     def wait(timeout_s: float | None = None) -> asyncio.Task[Any]:
         return asyncio.create_task(buffer.lease_batch({"places": 1}, train_step=1, timeout_s=timeout_s)._granted())
 
@@ -324,7 +326,7 @@ async def test_g03_a_cancel_at_any_moment_leaves_nothing_held(shared: str, buffe
         assert sorted(ids(lease.groups)) == [0, 1, 2, 3]
 
 
-async def test_g03_a_lease_that_was_given_up_while_its_host_was_away_is_held_by_nobody(
+async def test_g03_a_lease_that_is_cancelled_while_its_host_is_stopped_is_held_by_nobody(
     shared: str, buffer: RayReplayBuffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage_module, "_PATIENCE_S", 0.1)
@@ -343,18 +345,18 @@ async def test_g03_a_lease_that_was_given_up_while_its_host_was_away_is_held_by_
     assert ids(lease.groups) == [0, 1]
     await lease.ack()
     assert await closed_ledger(buffer, "away") == {"issued": 2, "trained": 2}
-    link = buffer.storage._link  # type: ignore[attr-defined]
+    link = buffer.storage.link  # type: ignore[attr-defined]
     assert not link._open  # both calls were answered
 
 
-async def test_g06_what_is_too_old_expires_whoever_moved_the_step(shared: str, buffer: RayReplayBuffer) -> None:
+async def test_g06_old_groups_expire_whichever_client_advances_the_step(shared: str, buffer: RayReplayBuffer) -> None:
     async with connected(shared) as other:
         for client in (buffer, other):
-            client.set_limits("aging", stale_threshold=2)
+            await client.set_limits("aging", stale_threshold=2)
         group = answered([*children.prompts(1)[0]])
         await buffer.put(group, "aging", model_step=0, current_train_step=1)
         with pytest.raises(WaitTimeout):
             await other.lease_batch({"aging": 2}, train_step=5, timeout_s=0.05)
         assert await buffer.count("aging", Status.EXPIRED) == 1
-        assert len(await buffer.redraw(2, "aging")) == 1
+        assert len(await internals(buffer).redraw(2, "aging")) == 1
         assert await closed_ledger(buffer, "aging") == {"issued": 1, "in_flight": 1}

@@ -27,11 +27,15 @@ from forebay import (
     UnsupportedPayload,
     VersionMismatch,
 )
+from forebay.buffer.internal import internals
+from forebay.core.capacity import Settings
 from forebay.ray import RayReplayBuffer, wire
-from forebay.ray.actor import NAMESPACE, BufferActor
-from forebay.ray.link import Link
-from forebay.ray.operations import HostSpec
-from forebay.storage.base import Settings
+from forebay.ray.client.link import Link
+from forebay.ray.host.actor import CALLS, HEARTBEATS, NAMESPACE, WAITS, BufferActor
+from forebay.ray.host.operations import HostSpec
+from forebay.ray.table import OPERATIONS as TABLE
+from forebay.ray.table import Operation
+from forebay.ray.wire import Parcel
 from forebay.storage.sqlite import SQLiteStorage
 from tests.processes import finished
 from tests.ray import children
@@ -80,6 +84,7 @@ LEAVES = """
     import asyncio, logging, sys, time
     import ray
     from forebay import ForebayError, NoCluster, StorageUnavailable
+    from forebay.buffer.internal import internals
     from forebay.ray import RayReplayBuffer
     from tests.ray.children import fill
 
@@ -89,11 +94,11 @@ LEAVES = """
         buffer = RayReplayBuffer.connect(sys.argv[2])
         print(await fill(buffer, 2, "leaving"))
         waiting = asyncio.create_task(buffer.lease_batch({"leaving": 50}, train_step=1)._granted())
-        calling = asyncio.create_task(buffer.storage._link.call("usage", None))
+        calling = asyncio.create_task(buffer.storage.summary(()))
         await asyncio.sleep(0.3)
         await calling
         ray.shutdown()
-        for work in (waiting, buffer.position("leaving"), buffer.get(1, "leaving", "completed")):
+        for work in (waiting, internals(buffer).position("leaving"), buffer.get(1, "leaving", "completed")):
             try:
                 await work
             except NoCluster as error:
@@ -104,7 +109,7 @@ LEAVES = """
             print("NoCluster", ray.is_initialized())
         ray.init(address=sys.argv[1], **options)
         try:
-            await buffer.position("leaving")
+            await internals(buffer).position("leaving")
         except StorageUnavailable as error:
             print("again" in str(error))
         await buffer.close()
@@ -116,7 +121,7 @@ LEAVES = """
 """
 
 
-def test_a_process_that_leaves_the_cluster_in_the_middle_of_its_calls_is_told(
+def test_a_process_that_leaves_the_cluster_during_its_calls_gets_typed_errors(
     cluster: LocalCluster, shared: str
 ) -> None:
     printed = program(LEAVES, cluster.address, shared).split("\n")
@@ -127,7 +132,7 @@ def test_a_process_that_leaves_the_cluster_in_the_middle_of_its_calls_is_told(
 
 
 @pytest.mark.parametrize("name", ["", ".a", "-a", "a#1", "a/b", "a b", "ä", "a" * 101, None, 7, b"a"])
-def test_bad_names(cluster: LocalCluster, name: Any) -> None:
+def test_bad_names_are_refused(cluster: LocalCluster, name: Any) -> None:
     for call in (RayReplayBuffer.create, RayReplayBuffer.connect, RayReplayBuffer.destroy):
         with pytest.raises(InvalidConfig, match="letters, digits"):
             call(name)
@@ -148,7 +153,9 @@ def test_bad_names(cluster: LocalCluster, name: Any) -> None:
         ({"actor_options": {"num_gpu": 1}}, "num_gpu"),
     ],
 )
-def test_bad_settings(cluster: LocalCluster, new_name: NewName, options: dict[str, Any], problem: str) -> None:
+def test_bad_settings_are_refused(
+    cluster: LocalCluster, new_name: NewName, options: dict[str, Any], problem: str
+) -> None:
     name = new_name()
     with pytest.raises(forebay.InvalidInput, match=problem):
         RayReplayBuffer.create(name, **options)
@@ -156,7 +163,7 @@ def test_bad_settings(cluster: LocalCluster, new_name: NewName, options: dict[st
         RayReplayBuffer.connect(name)
 
 
-async def test_a_name_that_is_taken(shared: str) -> None:
+async def test_a_name_that_is_taken_is_refused(shared: str) -> None:
     async with connected(shared) as buffer:
         await fill(buffer, 1, "taken")
         for options in ({}, {"shards": 2}):
@@ -165,7 +172,7 @@ async def test_a_name_that_is_taken(shared: str) -> None:
         assert await closed_ledger(buffer, "taken") == {"issued": 1, "buffered": 1}
 
 
-async def test_of_two_that_create_a_name_at_once_one_has_it(cluster: LocalCluster, new_name: NewName) -> None:
+async def test_of_several_that_create_a_name_at_once_one_succeeds(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     made = await asyncio.gather(
         *[asyncio.to_thread(RayReplayBuffer.create, name) for _ in range(3)], return_exceptions=True
@@ -180,7 +187,7 @@ async def test_of_two_that_create_a_name_at_once_one_has_it(cluster: LocalCluste
     RayReplayBuffer.destroy(name)
 
 
-def test_a_name_that_is_not_there(cluster: LocalCluster, new_name: NewName) -> None:
+def test_an_unknown_name_is_an_error(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     for call in (RayReplayBuffer.connect, RayReplayBuffer.destroy):
         with pytest.raises(NoSuchBuffer, match=name):
@@ -190,7 +197,7 @@ def test_a_name_that_is_not_there(cluster: LocalCluster, new_name: NewName) -> N
 # --- the end of a buffer ------------------------------------------------------------------------------
 
 
-async def test_a_buffer_that_is_destroyed_while_others_use_it(cluster: LocalCluster, new_name: NewName) -> None:
+async def test_clients_of_a_destroyed_buffer_get_typed_errors(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     buffer = await asyncio.to_thread(RayReplayBuffer.create, name)
     other = await asyncio.to_thread(RayReplayBuffer.connect, name)
@@ -203,7 +210,7 @@ async def test_a_buffer_that_is_destroyed_while_others_use_it(cluster: LocalClus
     with pytest.raises((NoSuchBuffer, BufferClosed)):
         await waiting
     await eventually(lambda: _ended(pid))
-    for call in (lease.ack, lambda: fill(other, 1), other.ledger, lambda: buffer.position("math")):
+    for call in (lease.ack, lambda: fill(other, 1), other.ledger, lambda: internals(buffer).position("math")):
         with pytest.raises(NoSuchBuffer, match="destroyed"):
             await call()
     await buffer.close()
@@ -232,7 +239,7 @@ async def _ended(pid: int) -> bool:
 # --- another version ----------------------------------------------------------------------------------
 
 
-def test_another_version_here(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_of_another_version_is_refused(shared: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forebay, "__version__", "0.0.1")
     with pytest.raises(VersionMismatch, match=r"here is 0\.0\.1 .* install one version"):
         RayReplayBuffer.connect(shared)
@@ -241,16 +248,16 @@ def test_another_version_here(shared: str, monkeypatch: pytest.MonkeyPatch) -> N
 class FromTheFuture(BufferActor):
     """A host whose messages are others."""
 
-    @ray.method(concurrency_group="operations")
+    @ray.method(concurrency_group=CALLS)
     def hello(self) -> Any:
         body = msgspec.Raw(wire.encoded({"protocol": 99, "version": "9.0", "hosts": ["a", "b"]}))
-        return wire.encoded([0, 0, [], None, body, None, "more"]), b"", []
+        return wire.encoded([0, 0, [], None, body, None, [], "more"]), b"", []
 
 
-def test_another_version_there(cluster: LocalCluster, new_name: NewName) -> None:
+def test_a_host_of_another_version_is_refused(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     declare: Any = ray.remote
-    groups = {"operations": 1, "waits": 2, "signs": 1}
+    groups = {CALLS: 1, WAITS: 2, HEARTBEATS: 1}
     made = declare(num_cpus=0, concurrency_groups=groups)(FromTheFuture).options(name=name, namespace=NAMESPACE)
     actor = made.remote(HostSpec(name=name), "memory")
     with pytest.raises(VersionMismatch, match=r"Forebay 9\.0 \(protocol 99\)"):
@@ -261,10 +268,10 @@ def test_another_version_there(cluster: LocalCluster, new_name: NewName) -> None
     del actor
 
 
-def test_an_actor_that_hosts_a_storage_and_no_buffer(cluster: LocalCluster, new_name: NewName) -> None:
+def test_connecting_to_a_storage_without_a_buffer_is_refused(cluster: LocalCluster, new_name: NewName) -> None:
     name = new_name()
     declare: Any = ray.remote
-    groups = {"operations": 1, "waits": 2, "signs": 1}
+    groups = {CALLS: 1, WAITS: 2, HEARTBEATS: 1}
     made = declare(num_cpus=0, concurrency_groups=groups)(BufferActor).options(name=name, namespace=NAMESPACE)
     actor = made.remote(HostSpec(name=name), "memory")
     with pytest.raises(InvalidConfig, match="without a buffer"):
@@ -275,7 +282,9 @@ def test_an_actor_that_hosts_a_storage_and_no_buffer(cluster: LocalCluster, new_
 # --- storages that cannot be opened -------------------------------------------------------------------
 
 
-async def test_a_store_that_another_process_has_open(cluster: LocalCluster, new_name: NewName, tmp_path: Path) -> None:
+async def test_a_store_that_another_process_has_open_is_refused(
+    cluster: LocalCluster, new_name: NewName, tmp_path: Path
+) -> None:
     name = new_name()
     config = ReplayBufferConfig(storage=f"sqlite:///{tmp_path / 'store.db'}")
     mine = SQLiteStorage(tmp_path / "store.db")
@@ -289,7 +298,7 @@ async def test_a_store_that_another_process_has_open(cluster: LocalCluster, new_
         assert await fill(buffer, 1) == [0]
 
 
-def test_a_store_that_is_no_file(cluster: LocalCluster, new_name: NewName, tmp_path: Path) -> None:
+def test_a_store_that_is_no_file_is_refused(cluster: LocalCluster, new_name: NewName, tmp_path: Path) -> None:
     name = new_name()
     with pytest.raises(StorageError):
         RayReplayBuffer.create(name, ReplayBufferConfig(storage=f"sqlite:///{tmp_path}"))
@@ -309,28 +318,36 @@ async def test_a_payload_that_is_no_plain_data_is_refused_and_nothing_stored(sha
                 await buffer.put_many([[good], [bad]], "refused")
         assert await closed_ledger(buffer, "refused") == {}
         assert await fill(buffer, 1, "refused") == [0]
-        link: Link = buffer.storage._link  # type: ignore[attr-defined]
+        link: Link = buffer.storage.link  # type: ignore[attr-defined]
         assert not link._open  # numbers of calls that were never sent are not waited for
 
 
 async def test_a_call_that_cannot_be_sent_leaves_no_number_behind(shared: str) -> None:
     async with connected(shared) as buffer:
-        await buffer.position("unsent")
-        link: Link = buffer.storage._link  # type: ignore[attr-defined]
+        await internals(buffer).position("unsent")
+        link: Link = buffer.storage.link  # type: ignore[attr-defined]
         with pytest.raises(TypeError):
-            link.begin("put", object(), changing=True)
+            link.begin(TABLE["put"], object(), Parcel())
         assert not link._open
         assert await fill(buffer, 1, "unsent") == [0]
 
 
-async def test_an_operation_that_nobody_knows_is_refused(shared: str) -> None:
+async def pour(storage: object) -> None:
+    """An operation that hosts do not have."""
+
+
+async def discard(storage: object, node: None, reason: str) -> None:
+    """Sends no node, unlike the operation of this name."""
+
+
+async def test_an_unknown_operation_is_refused(shared: str) -> None:
     async with connected(shared) as buffer:
         with pytest.raises(forebay.InvalidInput, match="unknown operation"):
-            await buffer.storage._call("pour", None, None, changing=True)  # type: ignore[attr-defined]
+            await buffer.storage._run(Operation(pour), ())  # type: ignore[attr-defined]
 
 
-async def test_a_host_that_fails_in_a_way_of_its_own_says_so_and_goes_on(shared: str) -> None:
+async def test_a_host_reports_an_unexpected_error_and_continues(shared: str) -> None:
     async with connected(shared) as buffer:
         with pytest.raises(StorageError, match="failed: RayTaskError"):
-            await buffer.storage._call("discard", "no node with it", dict[str, int], changing=True)  # type: ignore[attr-defined]
+            await buffer.storage._run(Operation(discard), (None, "no node"))  # type: ignore[attr-defined]
         assert await fill(buffer, 1, "failing") == [0]

@@ -161,7 +161,7 @@ async def test_the_trainer_joins_a_cluster_and_keeps_its_buffer_if_told_to(
 
     code, _, errors = place.run(*command)
     assert code == 1
-    assert errors.startswith(f"a buffer '{name}' is in this cluster already")
+    assert errors.startswith(f"a buffer '{name}' already exists in this cluster")
     assert "Traceback" not in errors
     RayReplayBuffer.destroy(name)
     code, _, errors = place.run(*command, "--storage", "tape")

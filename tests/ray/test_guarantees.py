@@ -23,8 +23,9 @@ from forebay import (
     StorageUnavailable,
     WaitTimeout,
 )
+from forebay.buffer.internal import internals
 from forebay.ray import RayReplayBuffer
-from forebay.ray.notes import LOST_REASON, read_note
+from forebay.ray.host.notes import LOST_REASON, read_note
 from tests.processes import HANG_S
 from tests.ray import children
 from tests.ray.children import answered, connected, drawn, eventually, fill, here, hosted, ids, is_whole, kill_host
@@ -35,7 +36,7 @@ COMPLETED = Status.COMPLETED
 NewName = Callable[[], str]
 
 QUICK = ReplayBufferConfig(lease_s=3)
-"""Who is not heard of for a second is dead."""
+"""A client without a heartbeat for three seconds is dead."""
 
 LARGE = 60_000
 """Tokens of a sample that is far above what travels within a call."""
@@ -55,7 +56,7 @@ async def train_on_all(buffer: ReplayBuffer, groups: int, **wants: int) -> list[
 # --- producers and trainers that die ------------------------------------------------------------------
 
 
-async def test_g03_what_a_killed_producer_had_in_flight_is_drawn_again(
+async def test_g03_groups_in_flight_at_a_killed_producer_are_drawn_again(
     cluster: LocalCluster, new_name: NewName
 ) -> None:
     name = new_name()
@@ -66,18 +67,18 @@ async def test_g03_what_a_killed_producer_had_in_flight_is_drawn_again(
         assert await get(dying.draw.remote(4)) == [3, 4, 5, 6]
         assert await get(living.draw.remote(2)) == [7, 8]
         children.kill(dying)
-        back = await eventually(lambda: buffer.redraw(10, "math"))
+        back = await eventually(lambda: internals(buffer).redraw(10, "math"))
         assert ids(back) == [3, 4, 5, 6]
         assert await get(living.put.remote()) == [7, 8]  # it beats, and has lost nothing
         await buffer.put_many([answered(group) for group in back], "math")
-        assert await buffer.redraw(10, "math") == []
+        assert await internals(buffer).redraw(10, "math") == []
         assert await closed_ledger(buffer) == {"issued": 9, "buffered": 9}
         assert sorted(await train_on_all(buffer, 9)) == list(range(9))
         assert await closed_ledger(buffer) == {"issued": 9, "trained": 9}
-        assert (await buffer.position("math"))[0] == 9
+        assert (await internals(buffer).position("math"))[0] == 9
 
 
-async def test_g01_what_was_put_outlives_its_producer_and_its_node(
+async def test_g01_stored_groups_outlive_their_producer_and_its_node(
     cluster: LocalCluster, doomed_node: Any, new_name: NewName
 ) -> None:
     name = new_name()
@@ -101,7 +102,7 @@ async def test_g01_what_was_put_outlives_its_producer_and_its_node(
                 )
             line = await closed_ledger(buffer, task_name)
             assert line["trained"] == 2
-        assert ids(await eventually(lambda: buffer.redraw(5, "small"))) == [2, 3]
+        assert ids(await eventually(lambda: internals(buffer).redraw(5, "small"))) == [2, 3]
         assert await closed_ledger(buffer, "small") == {"issued": 4, "trained": 2, "in_flight": 2}
 
 
@@ -127,7 +128,7 @@ async def test_g05_the_lease_of_a_killed_trainer_is_handed_out_again(cluster: Lo
         with pytest.raises(LostLease):
             await get(sleeper.ack.remote())
         assert await closed_ledger(buffer) == {"issued": 6, "trained": 6}
-        # It goes on under the name that it had.
+        # It continues under its name.
         await fill(buffer, 1)
         assert await get(sleeper.lease.remote({"math": 1}, 2)) == [6]
         await get(sleeper.ack.remote())
@@ -148,7 +149,7 @@ class History:
 
 async def produce(buffer: ReplayBuffer, history: History, choice: random.Random) -> None:
     while not history.stopped:
-        groups = await buffer.redraw(2, "math")
+        groups = await internals(buffer).redraw(2, "math")
         if not groups:
             try:
                 groups = await drawn(buffer, choice.randint(1, 3))
@@ -202,7 +203,7 @@ async def survive_kills(name: str, path: Path, kills: int, seed: int) -> None:
         assert len(set(history.put)) == len(history.put), "put twice"
         line = await closed_ledger(buffer)
         assert line["trained"] == len(history.trained)
-        assert line["issued"] == (await buffer.position("math"))[0] == len(history.put)
+        assert line["issued"] == (await internals(buffer).position("math"))[0] == len(history.put)
         rest = await buffer.query({"task_name": "math", "place": "buffered"})
         assert line.get("buffered", 0) == len(rest)
         assert {record.group_id for record in rest} == set(history.put) - set(history.trained)
@@ -230,7 +231,7 @@ async def test_g07_a_host_on_sqlite_that_is_killed_again_and_again_loses_nothing
     await survive_kills(new_name(), tmp_path / "store.db", kills=15, seed=seed)
 
 
-async def test_g03_what_clients_hold_stays_theirs_when_the_host_is_restarted(
+async def test_g03_clients_keep_their_groups_when_the_host_is_restarted(
     cluster: LocalCluster, new_name: NewName, tmp_path: Path
 ) -> None:
     name = new_name()
@@ -247,12 +248,12 @@ async def test_g03_what_clients_hold_stays_theirs_when_the_host_is_restarted(
         await buffer.put_many([answered(group) for group in held], "math")
         await lease.ack()
         # What the dead one held comes back though the host that knew it is gone.
-        assert ids(await eventually(lambda: buffer.redraw(5, "math"))) == [2, 3]
+        assert ids(await eventually(lambda: internals(buffer).redraw(5, "math"))) == [2, 3]
         assert sorted(await train_on_all(buffer, 3)) == [0, 1, 5]
         assert await closed_ledger(buffer) == {"issued": 6, "trained": 4, "in_flight": 2}
 
 
-async def test_g07_a_host_on_postgresql_goes_on_elsewhere_when_its_node_is_lost(
+async def test_g07_a_host_on_postgresql_continues_on_another_node_when_its_own_is_lost(
     cluster: LocalCluster, doomed_node: Any, new_name: NewName
 ) -> None:
     from tests.storage import postgres_server
@@ -286,7 +287,7 @@ async def test_g07_a_host_on_postgresql_goes_on_elsewhere_when_its_node_is_lost(
 async def fails_as_lost(buffer: ReplayBuffer, lost: dict[str, int]) -> None:
     """Every call says that the buffer is lost, and how much with it."""
     for call in (
-        lambda: buffer.position("math"),
+        lambda: internals(buffer).position("math"),
         lambda: buffer.put(answered([*children.prompts(1)[0]]), "math"),
         lambda: buffer.get(1, "math", COMPLETED),
         lambda: buffer.lease_batch({"math": 1}, train_step=9),
@@ -298,7 +299,7 @@ async def fails_as_lost(buffer: ReplayBuffer, lost: dict[str, int]) -> None:
         assert str(sum(lost.values())) in str(caught.value)
 
 
-async def test_g01_a_host_in_memory_that_is_killed_says_what_was_lost(
+async def test_g01_clients_of_a_killed_host_in_memory_learn_what_was_lost(
     cluster: LocalCluster, new_name: NewName, tmp_path: Path
 ) -> None:
     name = new_name()
@@ -331,14 +332,14 @@ async def test_g01_a_host_in_memory_that_is_killed_says_what_was_lost(
         with pytest.raises(BufferLost) as caught:
             await asyncio.to_thread(RayReplayBuffer.connect, name)
         assert caught.value.lost == lost
-        # A new one under the same name is empty, takes the checkpoint, and does not mend the old ones.
+        # A new one under the same name is empty, takes the checkpoint, and does not repair the old clients.
         async with hosted(name, ReplayBufferConfig()) as again:
             assert await again.ledger() == {}
             assert await again.resume(tmp_path / "checkpoint") == 1
             assert sorted(await train_on_all(again, 3)) == [1, 2, 3]
             assert await closed_ledger(again) == {"issued": 4, "trained": 4}
             with pytest.raises(BufferLost):
-                await buffer.position("math")
+                await internals(buffer).position("math")
 
 
 async def _waits(name: str) -> int:
@@ -359,7 +360,7 @@ async def _ended(pid: int) -> bool:
     return False
 
 
-async def test_g01_the_node_of_a_host_is_lost(
+async def test_g01_clients_learn_what_was_lost_with_the_node_of_a_host(
     cluster: LocalCluster, doomed_node: Any, new_name: NewName, tmp_path: Path
 ) -> None:
     in_memory, on_sqlite = new_name(), new_name()
@@ -375,7 +376,7 @@ async def test_g01_the_node_of_a_host_is_lost(
         await eventually(lambda pid=pid: _ended(pid))  # type: ignore[misc]
     await fails_as_lost(memory, {"math": 3})
     with pytest.raises(StorageUnavailable, match="in its storage"):
-        await sqlite.position("math")
+        await internals(sqlite).position("math")
     with pytest.raises(StorageUnavailable):
         await asyncio.to_thread(RayReplayBuffer.connect, on_sqlite)
     with pytest.raises(BufferLost):
@@ -383,7 +384,7 @@ async def test_g01_the_node_of_a_host_is_lost(
     for buffer in (memory, sqlite):
         await buffer.close()
     await asyncio.to_thread(RayReplayBuffer.destroy, in_memory)
-    # The file is there: a host on another node that reaches it goes on.
+    # The file is there: a host on another node that reaches it continues.
     async with hosted(on_sqlite, config, actor_options=here()) as again:
         assert await closed_ledger(again) == {"issued": 3, "buffered": 3}
         assert sorted(await train_on_all(again, 3)) == [0, 1, 2]

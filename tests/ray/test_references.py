@@ -15,9 +15,10 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from forebay import MemoryStorage, ReplayBuffer, RolloutState, Status, UnsupportedPayload
+from forebay.buffer.internal import internals
+from forebay.core.references import references_of, resolve_group
 from forebay.errors import ReferenceLost
 from forebay.ray.references import lost, resolve
-from forebay.references import references_of, resolve_group
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from tests.processes import HANG_S, finished
@@ -27,7 +28,7 @@ from tests.support import closed_ledger, turns
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
-LARGE = 300_000  # travels as an object of its own, not within a call
+LARGE = 300_000  # travels as a separate object, not within a call
 OWNER_DIED = "$[0].mm_info.image: a Ray object is lost: its owner died"
 
 
@@ -58,7 +59,7 @@ class _Producer:
 
 
 class _Signal:
-    """Lets tasks go on."""
+    """Lets tasks continue."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -232,7 +233,7 @@ async def test_the_owner_learns_that_nobody_refers_to_its_object_any_more() -> N
         await soon(lambda: actor.forgot.remote(name))
 
 
-async def test_what_is_kept_after_training_keeps_its_references_as_long() -> None:
+async def test_groups_kept_after_training_keep_their_references() -> None:
     buffer = ReplayBuffer(keep_trained=1)
     names = []
     for _ in range(2):
@@ -359,7 +360,7 @@ async def test_a_value_that_is_not_plain_data_is_refused_with_its_path(tmp_path:
 
 async def test_a_group_whose_reference_lost_its_owner_fails_with_that_reason(tmp_path: Path) -> None:
     async with ReplayBuffer(storage=SQLiteStorage(tmp_path / "store.db")) as buffer:
-        (drawn,) = await buffer.issue([make_group(status=Status.INIT)], "math", cursor=0)
+        (drawn,) = (await internals(buffer).issue([make_group(status=Status.INIT)], "math", cursor=0)).groups
         with producer() as actor:
             (image,) = await actor.image.remote(keep=True)
             await kill(actor)
@@ -394,7 +395,9 @@ async def test_an_object_whose_task_failed_is_lost_for_its_reason() -> None:
             await resolve(actor.value.remote())
 
 
-async def test_lost_are_those_whose_owner_died_wherever_the_object_is(cluster: LocalCluster, doomed_node: Any) -> None:
+async def test_references_whose_owner_died_are_lost_wherever_the_object_is(
+    cluster: LocalCluster, doomed_node: Any
+) -> None:
     signal = Signal.options(scheduling_strategy=at(here())).remote()
     with producer() as living, producer() as dying, producer(here()) as near, producer(doomed_node.node_id) as doomed:
         (there,) = await living.image.remote(keep=True)
@@ -425,7 +428,7 @@ async def test_lost_are_those_whose_owner_died_wherever_the_object_is(cluster: L
         assert (await running)[0] == 7
 
 
-async def test_many_owners_are_asked_without_harm() -> None:
+async def test_the_objects_of_many_owners_can_be_checked_at_once() -> None:
     """Ray's own call for that ended the process, sooner or later, if objects of several owners were in it."""
     with producer() as one, producer() as other, producer(here()) as dying:
         owned = [await actor.image.remote(keep=True) for actor in (one, other, dying, one, other)]
@@ -436,7 +439,7 @@ async def test_many_owners_are_asked_without_harm() -> None:
         assert list(await lost(references)) == references[2:3]
 
 
-async def test_references_that_are_held_by_groups_are_found_for_that(tmp_path: Path) -> None:
+async def test_references_in_groups_are_found(tmp_path: Path) -> None:
     image = ray.put(1)
     group = picture_group(image)
     group[2].extra_fields = {"frames": [image, ray.put(2)]}

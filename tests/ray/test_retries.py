@@ -1,4 +1,4 @@
-"""Calls that come twice are done once; waits are one call; a host forgets what nobody will ask for. No cluster needed.
+"""Calls that arrive twice happen once; waits are one call; a host forgets answers that were seen. No cluster needed.
 
 `Host` is called directly here, with the very messages that clients send.
 """
@@ -14,24 +14,24 @@ import msgspec
 import pytest
 
 from forebay import LostLease, Status, Storage
-from forebay.config import build_storage
-from forebay.errors import InvalidInput, StorageUnavailable, TooManyWaits
-from forebay.ledger import Account, Event, Watermark
-from forebay.query import parse
-from forebay.ray import host as host_module
+from forebay.core.capacity import Settings
+from forebay.core.ledger import Account, Clock, Event, Record, describe
+from forebay.core.query import parse
+from forebay.errors import InvalidInput, TooManyWaits
 from forebay.ray import wire
-from forebay.ray.frames import FrameStorage
-from forebay.ray.host import Host
-from forebay.ray.operations import HostSpec
+from forebay.ray.host import actor as actor_module
+from forebay.ray.host.actor import Host
+from forebay.ray.host.operations import FrameStorage, HostSpec
+from forebay.ray.table import OPERATIONS
 from forebay.ray.wire import Parcel
-from forebay.record import Record, describe
-from forebay.staleness import Limits
-from forebay.storage.base import Arrival, Claim, Content, Purpose, Ready, Revision, Settings
+from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Ready, Revision
+from forebay.storage.sqlite import SQLiteStorage
+from forebay.storage.urls import build_storage
 from forebay.testing import make_group
 
 COMPLETED, ABORTED = Status.COMPLETED, Status.ABORTED
+Call = tuple[wire.Request, Any, list[Any]]
 SPEC = HostSpec(name="grpo", settings=Settings(), lease_s=60.0, wait_places=3)
-OPEN = wire.OpenArgs("me", SPEC.settings.order, None, None, 1 << 20, 0, 60.0)  # type: ignore[union-attr]
 
 
 class Client:
@@ -42,36 +42,42 @@ class Client:
         self.name = name
         self.last = 0
 
-    def message(
-        self, op: str, body: Any, parcel: Parcel | None = None, objects: list[Any] | None = None, **head: int
-    ) -> tuple[bytes, Any, list[Any]]:
+    def message(self, op: str, *arguments: Any, confirmed: int = 0) -> Call:
         self.last += 1
-        sequence, confirmed = head.get("sequence", self.last), head.get("confirmed", 0)
-        request = wire.Request(op, self.name, sequence, confirmed, msgspec.Raw(wire.encoded(body)))
-        parcel = Parcel() if parcel is None else parcel
-        return wire.encoded(request), parcel.payload(), parcel.objects if objects is None else objects
+        operation, parcel = OPERATIONS[op], Parcel()
+        packed = [wire.with_groups(argument, parcel.add_group) for argument in arguments]
+        if operation.carried is not None:
+            parcel.objects.append(packed[operation.carried])
+            packed[operation.carried] = None
+        body = msgspec.Raw(wire.encoded(packed))
+        request = wire.Request(op, self.name, self.last, confirmed, body, parcel.frames)
+        return request, parcel.payload(), parcel.objects
 
-    async def send(self, message: tuple[bytes, Any, list[Any]], kind: Any = Any) -> Any:
+    async def send(self, message: Call) -> Any:
         head, _, _ = await self.host.call(*message)
         answer: wire.Answer = wire.decoded(head, wire.Answer)
         if answer.failure is not None:
             raise wire.error_of(answer.failure)
-        return wire.decoded(answer.body, kind)
+        return wire.decoded(answer.body, OPERATIONS[message[0].op].result)
 
-    async def call(self, op: str, body: Any, parcel: Parcel | None = None, kind: Any = Any, **more: Any) -> Any:
-        return await self.send(self.message(op, body, parcel, **more), kind)
+    async def call(self, op: str, *arguments: Any, confirmed: int = 0) -> Any:
+        return await self.send(self.message(op, *arguments, confirmed=confirmed))
+
+    async def open(self, owner: str = "me") -> None:
+        await self.call("open", owner, SPEC.settings, 60.0)
 
     async def put(self, groups: int, *, task_name: str = "math", status: Status = COMPLETED) -> list[Record]:
-        records: list[Record] = await self.send(*self.putting(groups, task_name=task_name, status=status))
+        records: list[Record] = await self.send(self.putting(groups, task_name=task_name, status=status))
         return records
 
-    def putting(self, groups: int, *, task_name: str = "math", status: Status = COMPLETED) -> tuple[Any, Any]:
-        parcel = Parcel()
-        heads = []
-        for _ in range(groups):
-            group = tuple(make_group(status=status))
-            heads.append(parcel.arrival(Arrival(task_name=task_name, content=Content(group, describe(group)))))
-        return self.message("put", (heads, "me"), parcel), list[Record]
+    def putting(self, groups: int, *, task_name: str = "math", status: Status = COMPLETED) -> Call:
+        contents = [content(status=status) for _ in range(groups)]
+        return self.message("put", [Arrival(task_name=task_name, content=each) for each in contents], "me")
+
+
+def content(**fields: Any) -> Content:
+    group = tuple(make_group(**fields))
+    return Content(group, describe(group))
 
 
 def lease(n: int, lease_id: str = "lease") -> Claim:
@@ -92,7 +98,7 @@ def take(n: int, purpose: Purpose = Purpose.TAKE) -> Claim:
 
 
 class Place:
-    """Where a host is, and how it begins a new life there."""
+    """The storage of a host, and how the host is restarted on it."""
 
     def __init__(self, kind: str, path: Path) -> None:
         self.kind = kind
@@ -102,10 +108,7 @@ class Place:
     def storage(self) -> Storage:
         if self.kind == "memory":
             return FrameStorage()
-        storage = build_storage(f"sqlite:///{self._path}" if self.kind == "sqlite" else self.kind)
-        if self.kind == "sqlite":
-            storage.holders_outlive_s = 60.0  # type: ignore[attr-defined]
-        return storage
+        return SQLiteStorage(self._path, holders_outlive_s=60.0) if self.kind == "sqlite" else build_storage(self.kind)
 
     async def begin(self, *, restarted: bool = False, spec: HostSpec = SPEC) -> Host:
         self.host = Host(self.storage(), spec, restarted=restarted)
@@ -133,55 +136,43 @@ async def sqlite(tmp_path: Path) -> AsyncIterator[Place]:
 
 
 async def _end(place: Place) -> None:
-    for owner in list(place.host._operations.owners):
+    for owner in list(place.host.operations.owners):
         await place.host.storage.close(owner)
     await place.host.stop()
 
 
 async def line(host: Host, task_name: str = "math") -> dict[str, int]:
-    found = (await host.storage.ledger())[task_name]
+    found = (await host.storage.summary()).ledger()[task_name]
     assert found["issued"] == sum(found.values()) - found["issued"]
     return {name: n for name, n in found.items() if n}
 
 
-# --- once, however often it comes ---------------------------------------------------------------------
+# --- once, however often it arrives ---------------------------------------------------------------------
 
-Make = Callable[[Client, list[Record]], tuple[Any, Any]]
-
-
-def _issuing(client: Client, stored: list[Record]) -> tuple[Any, Any]:
-    parcel = Parcel()
-    group = tuple(make_group(status=Status.INIT))
-    head = parcel.content(Content(group, describe(group)))
-    return client.message("issue", ("math", [head], "me", 0, None), parcel), list[Record]
+Make = Callable[[Client, list[Record]], Call]
 
 
-def _revising(client: Client, stored: list[Record]) -> tuple[Any, Any]:
-    parcel = Parcel()
-    group = tuple(make_group(status=COMPLETED, tokens=7))
-    head = parcel.revision(Revision(stored[0].uid, stored[0].revision, Content(group, describe(group))))
-    return client.message("revise", [head], parcel), list[bool]
+def _revising(client: Client, stored: list[Record]) -> Call:
+    revision = Revision(stored[0].uid, stored[0].revision, content(status=COMPLETED, tokens=7))
+    return client.message("revise", [revision])
 
 
 CALLS: dict[str, Make] = {
     "put": lambda client, stored: client.putting(3),
-    "issue": _issuing,
-    "lease": lambda client, stored: (client.message("claim", lease(2)), wire.ClaimedHead),
-    "take": lambda client, stored: (client.message("claim", take(2)), wire.ClaimedHead),
-    "draw": lambda client, stored: (client.message("claim", take(1, Purpose.DRAW)), wire.ClaimedHead),
-    "settle": lambda client, stored: (client.message("settle", ("first", [stored[0].uid], Event.ACKED, None)), None),
+    "issue": lambda client, stored: client.message("issue", "math", [content(status=Status.INIT)], "me", 0, None),
+    "lease": lambda client, stored: client.message("claim", lease(2)),
+    "take": lambda client, stored: client.message("claim", take(2)),
+    "draw": lambda client, stored: client.message("claim", take(1, Purpose.DRAW)),
+    "settle": lambda client, stored: client.message("settle", "first", [stored[0].uid], Event.ACKED, None),
     "revise": _revising,
-    "discard": lambda client, stored: (
-        client.message("discard", "old", objects=[parse({"place": "buffered"})]),
-        dict[str, int],
-    ),
+    "discard": lambda client, stored: client.message("discard", parse({"place": "buffered"}), "old"),
 }
 """Each changes something, and would change more the second time."""
 
 
 async def _prepared(host: Host) -> tuple[Client, list[Record]]:
     client = Client(host)
-    await client.call("open", OPEN)
+    await client.open()
     stored = await client.put(6)
     await client.put(2, status=ABORTED)
     await client.call("claim", lease(1, "first"))
@@ -189,40 +180,39 @@ async def _prepared(host: Host) -> tuple[Client, list[Record]]:
 
 
 def _plain(value: Any) -> Any:
-    return msgspec.to_builtins(value)
+    """A result as plain data; of a claim the rows, because its other fields are as of the moment of the answer."""
+    return msgspec.to_builtins(value.rows if isinstance(value, Claimed) else value)
 
 
 @pytest.mark.parametrize("what", CALLS)
-async def test_a_call_that_comes_twice_is_done_once(place: Place, what: str) -> None:
+async def test_a_call_that_arrives_twice_happens_once(place: Place, what: str) -> None:
     host = await place.begin()
     client, stored = await _prepared(host)
     records = stored[1:] if what == "revise" else stored
-    message, kind = CALLS[what](client, records)
-    first = await client.send(message, kind)
-    after = await host.storage.ledger()
-    again = await client.send(message, kind)
+    message = CALLS[what](client, records)
+    first = await client.send(message)
+    after = (await host.storage.summary()).ledger()
+    again = await client.send(message)
     assert _plain(again) == _plain(first)
-    assert await host.storage.ledger() == after
+    assert (await host.storage.summary()).ledger() == after
     # At the same moment, too: the second one waits for the answer of the first.
-    message, kind = client.putting(1)
-    one, two = await asyncio.gather(client.send(message, kind), client.send(message, kind))
+    message = client.putting(1)
+    one, two = await asyncio.gather(client.send(message), client.send(message))
     assert _plain(one) == _plain(two)
     await line(host)
 
 
 @pytest.mark.parametrize("what", CALLS)
-async def test_g07_a_call_that_comes_again_after_a_crash_gets_the_answer_that_was_stored(
-    sqlite: Place, what: str
-) -> None:
+async def test_g07_a_call_that_arrives_again_after_a_crash_gets_the_stored_answer(sqlite: Place, what: str) -> None:
     client, stored = await _prepared(await sqlite.begin())
     records = stored[1:] if what == "revise" else stored
-    message, kind = CALLS[what](client, records)
-    first = await client.send(message, kind)
-    after = await sqlite.host.storage.ledger()
+    message = CALLS[what](client, records)
+    first = await client.send(message)
+    after = (await sqlite.host.storage.summary()).ledger()
     client.host = host = await sqlite.crash()
-    again = await client.send(message, kind)
+    again = await client.send(message)
     assert _plain(again) == _plain(first)
-    assert await host.storage.ledger() == after
+    assert (await host.storage.summary()).ledger() == after
     # And those that were not answered before the crash are done now.
     assert len(await client.put(1)) == 1
     await line(host)
@@ -238,34 +228,34 @@ async def test_payloads_come_with_a_repeated_claim(sqlite: Place) -> None:
     assert len(bytes(again)) > 100
 
 
-async def test_an_error_is_repeated_as_it_was(place: Place) -> None:
+async def test_a_repeated_call_gets_the_same_error(place: Place) -> None:
     client = Client(await place.begin())
-    await client.call("open", OPEN)
-    message = client.message("settle", ("no such lease", [1], Event.ACKED, None))
+    await client.open()
+    message = client.message("settle", "no such lease", [1], Event.ACKED, None)
     for _ in range(2):
         with pytest.raises(LostLease):
             await client.send(message)
 
 
-async def test_a_call_whose_answer_was_seen_is_never_done_again(place: Place) -> None:
+async def test_a_call_whose_answer_was_seen_never_happens_again(place: Place) -> None:
     host = await place.begin()
     client = Client(host)
-    await client.call("open", OPEN)
-    message, kind = client.putting(2)
-    await client.send(message, kind)
+    await client.open()
+    message = client.putting(2)
+    await client.send(message)
     await client.call("saved", 1, confirmed=client.last)
-    with pytest.raises(InvalidInput, match="comes again"):
-        await client.send(message, kind)
+    with pytest.raises(InvalidInput, match="arrived again"):
+        await client.send(message)
     assert await line(host) == {"issued": 2, "buffered": 2}
 
 
 async def test_a_host_does_not_grow_with_the_calls_that_it_served(place: Place) -> None:
     host = await place.begin()
     client = Client(host)
-    await client.call("open", OPEN)
+    await client.open()
     for _ in range(50):
         await client.put(1)
-        await client.call("claim", take(1), confirmed=client.last, kind=wire.ClaimedHead)
+        await client.call("claim", take(1), confirmed=client.last)
     book = host._books[client.name]
     assert len(book.answers) <= 2
     assert len(book.claims) <= 1
@@ -275,77 +265,77 @@ async def test_a_host_does_not_grow_with_the_calls_that_it_served(place: Place) 
     assert await line(host) == {"issued": 50, "trained": 50}
     if place.kind == "sqlite":
         kept = await host.storage._do(  # type: ignore[attr-defined]
-            lambda connection: connection.execute("SELECT count(*) FROM calls").fetchone()[0]
+            lambda transaction: transaction.execute("SELECT count(*) FROM calls").fetchone()[0]
         )
         assert kept <= 2  # they go with the next one that is kept
         await client.call("close", "me")
         assert (
             await host.storage._do(  # type: ignore[attr-defined]
-                lambda connection: connection.execute("SELECT count(*) FROM calls").fetchone()[0]
+                lambda transaction: transaction.execute("SELECT count(*) FROM calls").fetchone()[0]
             )
             == 0
         )
 
 
-async def test_g03_an_undo_puts_a_claim_back_once(place: Place) -> None:
+async def test_g03_withdrawing_a_claim_puts_its_groups_back_once(place: Place) -> None:
     host = await place.begin()
     client, _ = await _prepared(host)
     before = await line(host)
     for purpose in (Purpose.TAKE, Purpose.DRAW):
         claim = take(2, purpose)
-        await client.call("claim", claim, kind=wire.ClaimedHead)
+        await client.call("claim", claim)
         assert await line(host) != before
-        undo = client.message("undo", (client.last, claim))
+        undo = client.message("withdraw", client.last, claim)
         await client.send(undo)
         assert await line(host) == before
         await client.send(undo)
         assert await line(host) == before
 
 
-async def test_g03_an_undo_that_comes_again_after_a_crash_puts_nothing_back_twice(sqlite: Place) -> None:
+async def test_g03_a_withdrawal_that_arrives_again_after_a_crash_puts_nothing_back_twice(sqlite: Place) -> None:
     client, _ = await _prepared(await sqlite.begin())
     claim = take(2)
-    await client.call("claim", claim, kind=wire.ClaimedHead)
-    undo = client.message("undo", (client.last, claim))
+    await client.call("claim", claim)
+    undo = client.message("withdraw", client.last, claim)
     await client.send(undo)
     # Somebody else takes what came back, for good.
     other = Client(sqlite.host, "other")
-    await other.call("open", wire.OpenArgs("you", SPEC.settings.order, None, None, 1 << 20, 0, 60.0))  # type: ignore[union-attr]
-    await other.call("claim", take(2), kind=wire.ClaimedHead)
+    await other.open("you")
+    await other.call("claim", take(2))
     before = await line(sqlite.host)
     client.host = await sqlite.crash()
     await client.send(undo)
     assert await line(client.host) == before
 
 
-async def test_g03_a_claim_that_comes_after_its_undo_takes_nothing(place: Place) -> None:
+async def test_g03_a_claim_that_arrives_after_its_withdrawal_takes_nothing(place: Place) -> None:
     """As when a client gave up while its host was away, and both calls arrive when it is back."""
     host = await place.begin()
     client, _ = await _prepared(host)
     before = await line(host)
     claim = take(2)
     message = client.message("claim", claim)
-    await client.call("undo", (client.last, claim))
-    assert await client.send(message, wire.ClaimedHead) is None
+    await client.call("withdraw", client.last, claim)
+    assert (await client.send(message)).rows is None
     assert await line(host) == before
 
 
 # --- after a restart ----------------------------------------------------------------------------------
 
 
-async def test_g03_owners_go_on_after_a_restart_under_the_name_that_they_had(sqlite: Place) -> None:
+async def test_g03_owners_continue_under_their_names_after_a_restart(sqlite: Place) -> None:
     client, stored = await _prepared(await sqlite.begin())
     client.host = host = await sqlite.crash()
-    await client.call("settle", ("first", [stored[0].uid], Event.ACKED, None))
-    assert len((await client.call("claim", lease(2), kind=wire.ClaimedHead))["math"]) == 2
+    await client.call("settle", "first", [stored[0].uid], Event.ACKED, None)
+    assert len((await client.call("claim", lease(2))).rows["math"]) == 2
     await host.beat("me", client.name, client.last)
     assert (await line(host))["leased"] == 2
 
 
-async def test_a_wait_of_an_earlier_life_with_a_faster_clock_is_answered(place: Place) -> None:
+async def test_a_wait_from_before_a_restart_with_a_faster_clock_is_answered(place: Place) -> None:
     host = await place.begin()
     later = host._version + 10_000_000
-    wait = await host.begin_wait(_wait_head(later))
+    wait = await host.begin_wait(_waiting(later))
     assert wait.over.is_set()
     answer: wire.Answer = wire.decoded(await host.end_wait(wait), wire.Answer)
     assert answer.version < later
@@ -354,39 +344,39 @@ async def test_a_wait_of_an_earlier_life_with_a_faster_clock_is_answered(place: 
 # --- waits --------------------------------------------------------------------------------------------
 
 
-def _wait_head(since: int, ready: Ready | None = None, *, wait_id: str = "wait", client: str = "client") -> bytes:
-    return wire.encoded(wire.Request("wait", client, 0, 0, msgspec.Raw(wire.encoded((wait_id, since, ready)))))
+def _waiting(since: int, ready: Ready | None = None, *, wait_id: str = "wait", client: str = "client") -> wire.Request:
+    return wire.Request("wait", client, 0, 0, msgspec.Raw(wire.encoded((wait_id, since, ready))))
 
 
-async def test_a_wait_is_over_when_what_it_is_for_is_there_and_not_before(place: Place) -> None:
+async def test_a_wait_ends_when_its_condition_holds_and_not_before(place: Place) -> None:
     host = await place.begin()
     client = Client(host)
-    await client.call("open", OPEN)
-    wait = await host.begin_wait(_wait_head(0, Ready(wants={"math": 3})))
+    await client.open()
+    wait = await host.begin_wait(_waiting(0, Ready(wants={"math": 3})))
     for stored in range(1, 4):
         assert not wait.over.is_set()
         await client.put(1)
         assert wait.over.is_set() == (stored == 3)
     await host.end_wait(wait)
     # Without a condition: as soon as anything changed.
-    wait = await host.begin_wait(_wait_head(host._version))
+    wait = await host.begin_wait(_waiting(host._version))
     assert not wait.over.is_set()
     await client.put(1, task_name="other")
     assert wait.over.is_set()
 
 
-async def test_places_for_waits_are_counted_and_come_free(place: Place) -> None:
+async def test_places_for_waits_are_counted_and_freed(place: Place) -> None:
     host = await place.begin()
     ready = Ready(wants={"math": 1})
-    waits = [await host.begin_wait(_wait_head(0, ready, wait_id=str(number))) for number in range(3)]
+    waits = [await host.begin_wait(_waiting(0, ready, wait_id=str(number))) for number in range(3)]
     with pytest.raises(TooManyWaits, match="3 places"):
-        await host.begin_wait(_wait_head(0, ready, wait_id="one too many"))
+        await host.begin_wait(_waiting(0, ready, wait_id="one too many"))
     assert not any(wait.over.is_set() for wait in waits)
     await host.leave_wait("1")
     assert waits[1].over.is_set()
     await host.end_wait(waits[1])
     await host.end_wait(await _left_before_it_came(host, ready))
-    await host.begin_wait(_wait_head(0, ready, wait_id="now there is room"))
+    await host.begin_wait(_waiting(0, ready, wait_id="now there is room"))
     await host.stop()
     assert all(wait.over.is_set() for wait in host._waits.values())
     place.host = await place.begin()
@@ -394,34 +384,34 @@ async def test_places_for_waits_are_counted_and_come_free(place: Place) -> None:
 
 async def _left_before_it_came(host: Host, ready: Ready) -> Any:
     await host.leave_wait("late")
-    wait = await host.begin_wait(_wait_head(0, ready, wait_id="late"))
+    wait = await host.begin_wait(_waiting(0, ready, wait_id="late"))
     assert wait.over.is_set()
     return wait
 
 
-async def test_the_places_of_dead_clients_come_free(place: Place) -> None:
+async def test_the_places_of_dead_clients_are_freed(place: Place) -> None:
     host = await place.begin()
     dead, living = Client(host, "dead"), Client(host, "living")
-    await dead.call("open", OPEN)
-    await living.call("open", wire.OpenArgs("you", SPEC.settings.order, None, None, 1 << 20, 0, 60.0))  # type: ignore[union-attr]
+    await dead.open()
+    await living.open("you")
     ready = Ready(wants={"math": 1})
-    waits = [await host.begin_wait(_wait_head(0, ready, wait_id=name, client=name)) for name in ("dead", "living")]
+    waits = [await host.begin_wait(_waiting(0, ready, wait_id=name, client=name)) for name in ("dead", "living")]
     host._books["dead"].heard_at -= 61
     await host.attend()
     assert [wait.over.is_set() for wait in waits] == [True, False]
 
 
-async def test_what_a_dead_client_began_is_ended(place: Place) -> None:
+async def test_streams_and_restores_of_a_dead_client_are_ended(place: Place) -> None:
     host = await place.begin()
     dead = Client(host, "dead")
-    await dead.call("open", OPEN)
-    await dead.call("restore", ({"math": Account()}, 10, 10), kind=str)
+    await dead.open()
+    await dead.call("restore", {"math": Account()}, 10, 10)
     await asyncio.sleep(0)
-    await dead.call("snapshot", None)
+    await dead.call("snapshot")
     host._books["dead"].heard_at -= 121
     await host.attend()
-    assert not host._operations.streams
-    assert not host._operations._restores
+    assert not host.operations.streams
+    assert not host.operations.restores
     host._books["dead"].heard_at -= 4_000
     host._newcomers.add("dead")
     await host.attend()
@@ -432,12 +422,12 @@ async def test_what_a_dead_client_began_is_ended(place: Place) -> None:
     assert len(await living.put(1)) == 1
 
 
-async def test_changes_from_elsewhere_wake_those_who_wait(sqlite: Place) -> None:
+async def test_changes_from_elsewhere_wake_waiters(sqlite: Place) -> None:
     poked = []
     host = Host(sqlite.storage(), SPEC, poke=lambda: poked.append(1))
     await host.start()
     sqlite.host = host
-    wait = await host.begin_wait(_wait_head(0, Ready(wants={"math": 1})))
+    wait = await host.begin_wait(_waiting(0, Ready(wants={"math": 1})))
     group = tuple(make_group())
     await host.storage.put([Arrival(task_name="math", content=Content(group, describe(group)))], owner="elsewhere")
     assert poked
@@ -448,60 +438,41 @@ async def test_changes_from_elsewhere_wake_those_who_wait(sqlite: Place) -> None
 # --- what an answer says ------------------------------------------------------------------------------
 
 
-class _Uncountable(FrameStorage):
-    async def count_statuses(self, *args: Any) -> Any:
-        raise StorageUnavailable("gone just now")
-
-
-async def test_a_look_that_fails_after_a_change_does_not_make_it_fail() -> None:
-    host = Host(_Uncountable(), SPEC)
-    await host.start()
-    client = Client(host)
-    await client.call("open", OPEN)
-    message, _ = client.putting(2)
-    head, _, _ = await host.call(*message)
-    answer: wire.Answer = wire.decoded(head, wire.Answer)
-    assert answer.failure is None
-    assert answer.due is None  # not known
-    assert await line(host) == {"issued": 2, "buffered": 2}
-
-
-async def test_an_answer_says_which_tasks_have_something_too_old(place: Place) -> None:
+async def test_an_answer_names_the_tasks_that_its_call_changed(place: Place) -> None:
     host = await place.begin()
     client = Client(host)
-    await client.call("open", OPEN)
-    parcel = Parcel()
-    group = tuple(make_group(model_step=1))
-    head = parcel.arrival(Arrival(task_name="math", content=Content(group, describe(group))))
-    await client.send(client.message("put", ([head], "me"), parcel))
-    watermarks = {"math": Watermark(9, Limits(2)), "code": Watermark(9, Limits(2))}
-    answer: wire.Answer = wire.decoded((await host.call(*client.message("set_watermark", watermarks)))[0], wire.Answer)
-    assert answer.due == ["math"]
-    failing = client.message("settle", ("no such lease", [1], Event.ACKED, None))
-    failed: wire.Answer = wire.decoded((await host.call(*failing))[0], wire.Answer)
-    assert failed.due is None
+    await client.open()
+    clocks = {"math": Clock(train_step=9), "code": Clock(train_step=9)}
+    for message, changed in (
+        (client.putting(1), ["math"]),
+        (client.message("advance", clocks), ["math", "code"]),
+        (client.message("advance", clocks), []),
+        (client.message("claim", take(1, Purpose.DRAW)), []),
+        (client.message("settle", "no such lease", [1], Event.ACKED, None), []),
+    ):
+        answer: wire.Answer = wire.decoded((await host.call(*message))[0], wire.Answer)
+        assert answer.changed == changed
 
 
-async def test_a_reaper_that_fails_in_a_way_of_its_own_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_reaper_continues_after_an_unexpected_error(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(FrameStorage):
         async def reap(self) -> Any:
             raise KeyError("a bug")
 
     host = Host(Broken(), SPEC)
     await host.start()
-    assert await host.attend() == host_module._LOOK_S
+    assert await host.attend() == actor_module._LOOK_S
     assert "reap_failed" in caplog.text
 
 
-async def test_a_snapshot_is_streamed_through_calls_that_are_done_once(place: Place) -> None:
+async def test_a_snapshot_is_streamed_through_calls_that_happen_once(place: Place) -> None:
     host = await place.begin()
     client = Client(host)
-    await client.call("open", OPEN)
+    await client.open()
     await client.put(3)
-    kind = tuple[dict[str, Account], int, int, str]
-    _, _, _, stream_id = await client.call("snapshot", None, kind=kind)
+    _, _, _, stream_id = await client.call("snapshot")
     message = client.message("stream", stream_id)
-    first = await client.send(message, list[wire.RowHead])
+    first = await client.send(message)
     assert [head.record.group_id for head in first] == [-1, -2, -3]
-    assert _plain(await client.send(message, list[wire.RowHead])) == _plain(first)
-    assert await client.call("stream", stream_id, kind=list[wire.RowHead]) == []
+    assert _plain(await client.send(message)) == _plain(first)
+    assert await client.call("stream", stream_id) == []

@@ -23,11 +23,12 @@ from forebay import (
     Status,
     WaitTimeout,
 )
+from forebay.buffer.internal import internals
 from forebay.ray import RayReplayBuffer
-from forebay.ray import storage as storage_module
-from forebay.ray.actor import actor_name
-from forebay.ray.operations import UID_BITS
-from forebay.ray.shards import shard_of, shard_url
+from forebay.ray.client import storage as storage_module
+from forebay.ray.client.shards import shard_of, shard_url
+from forebay.ray.host.actor import actor_name
+from forebay.ray.host.operations import UID_BITS
 from tests.processes import HANG_S
 from tests.ray import children
 from tests.ray.children import connected, eventually, fill, hosted, ids, is_whole
@@ -53,7 +54,7 @@ def tasks_of(prefix: str, shards: int = SHARDS) -> list[str]:
 
 @pytest.fixture(scope="module")
 def shared(cluster: LocalCluster) -> Iterator[str]:
-    """A buffer over three actors for the tests of this file, each with tasks of its own."""
+    """A buffer over three actors for the tests of this file, each with its own tasks."""
     RayReplayBuffer.create(NAME, ReplayBufferConfig(lease_s=60), shards=SHARDS)
     yield NAME
     RayReplayBuffer.destroy(NAME)
@@ -75,11 +76,12 @@ async def _waits_at(name: str, shard: int, n: int) -> bool:
 
 async def _deadline_at(name: str, shard: int) -> float:
     """When the only owner would lose what it holds."""
-    ((_, deadline),) = await _in_host(name, shard, lambda actor: list(actor._host.storage._deadlines.values()))
+    deadlines = await _in_host(name, shard, lambda actor: dict(actor._host.storage._engine.owners.deadlines))
+    ((_, deadline),) = deadlines.values()
     return float(deadline)
 
 
-def test_a_task_has_one_shard_for_ever() -> None:
+def test_the_shard_of_a_task_never_changes() -> None:
     assert [shard_of(name, 4) for name in ("math", "code", "", "\ud800", "Ä")] == [1, 0, 0, 0, 3]
     here = Path("runs/a.db").absolute()  # a worker has another directory
     assert shard_url("sqlite:///runs/a.db", 0) == f"sqlite:///{here}"
@@ -89,7 +91,7 @@ def test_a_task_has_one_shard_for_ever() -> None:
     assert shard_url("memory", 3) == "memory"
 
 
-async def test_looking_and_changing_reach_every_shard(shared: str, buffer: RayReplayBuffer) -> None:
+async def test_reads_and_changes_reach_every_shard(shared: str, buffer: RayReplayBuffer) -> None:
     names = tasks_of("look")
     for number, name in enumerate(names):
         assert await fill(buffer, number + 1, name) == list(range(number + 1))
@@ -227,7 +229,7 @@ async def test_a_checkpoint_goes_from_any_number_of_shards_to_any_other(
                 group = await buffer.read(record.uid)
                 assert group is not None
                 assert is_whole(group)
-            assert (await buffer.position(name))[0] == 4
+            assert (await internals(buffer).position(name))[0] == 4
 
     async with hosted(new_name(), shards=3) as three:
         for name in names:
@@ -251,9 +253,9 @@ async def test_a_checkpoint_goes_from_any_number_of_shards_to_any_other(
         assert {record.uid >> UID_BITS for record in await four.query({"group_id": 1})} == {
             shard_of(name, 4) for name in names
         }
-        # It goes on: new uids and ids, and everything can be had.
+        # It continues: new uids and ids, and every group can be taken.
         assert await fill(four, 1, names[0]) == [4]
-        assert len(await four.redraw(5, names[0])) == 1
+        assert len(await internals(four).redraw(5, names[0])) == 1
         async with four.lease_batch(dict.fromkeys(names, 2), train_step=1) as lease:
             assert all(sorted(ids(groups)) == [1, 2] for groups in lease.groups_by_task.values())
         await four.save(tmp_path / "four")
@@ -284,7 +286,7 @@ async def test_g04_a_checkpoint_that_is_too_old_for_one_shard_changes_none(
         assert await closed_ledger(buffer, kept) == {"issued": 1, "buffered": 1}
 
 
-async def test_g01_when_one_of_the_actors_is_lost_the_tasks_of_the_others_go_on(
+async def test_g01_when_one_actor_is_lost_the_tasks_of_the_others_continue(
     cluster: LocalCluster, new_name: NewName
 ) -> None:
     name = new_name()
@@ -295,7 +297,7 @@ async def test_g01_when_one_of_the_actors_is_lost_the_tasks_of_the_others_go_on(
         lease = await buffer.lease_batch({second: 1}, train_step=1)
         children.kill_host(name)
         with pytest.raises(BufferLost) as caught:
-            await buffer.position(first)
+            await internals(buffer).position(first)
         assert caught.value.lost == {first: 2}
         with pytest.raises(BufferLost):
             await buffer.lease_batch({first: 1, second: 1}, train_step=1)

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.checks import check_group
+from forebay.core.rollout import RolloutState, SampleParams, Status
+from forebay.core.validate import check_group
 from forebay.errors import EngineError, InvalidConfig
-from forebay.rollout import RolloutState, SampleParams, Status
 from forebay.testing import simulate
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulationStuck, token, tokens
 

@@ -33,7 +33,8 @@ from forebay import (
     SyncProduceStrategy,
     Task,
 )
-from forebay.staleness import group_staleness
+from forebay.buffer.internal import internals
+from forebay.core.staleness import group_staleness
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, check_ledger, run
 
 STEPS, BATCH, SAVE_EVERY, INTERVAL = 30, 4, 4, 1
@@ -166,7 +167,7 @@ async def account_for_all(buffer: ReplayBuffer, history: History) -> None:
         assert line["trained"] == len(mine), f"{name}: {line} but {len(mine)} were trained"
         assert line["in_flight"] == line["leased"] == 0
         assert not set(mine) & set(held), "trained, and still held"
-        drawn, _ = await buffer.position(name)
+        drawn, _ = await internals(buffer).position(name)
         ended = line["filtered"] + line["failed"] + line["discarded"]
         assert len(mine) + len(held) + ended == drawn == line["issued"], f"{name}: of {drawn} drawn some are missing"
 

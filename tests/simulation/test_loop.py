@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from forebay.core.aio import in_thread
 from forebay.errors import ForebayError, InvalidInput
 from forebay.testing import simulate
 from forebay.testing.simulate import NotSimulated, SimulatedLoop, SimulationLimit, SimulationStuck
-from forebay.threads import in_thread
 from tests.processes import finished
 
 SEEDS = range(100)

@@ -33,10 +33,10 @@ from forebay import (
     Task,
     Timeouts,
 )
+from forebay.buffer.internal import internals
 from forebay.produce import NoProgress
-from forebay.storage.memory import MemoryStorage
-from forebay.testing.simulate import run
-from forebay.testing.simulate.driver import check_ledger
+from forebay.storage.local.memory import MemoryStorage
+from forebay.testing.simulate import check_ledger, run
 
 TASK = "math"
 MEMBERS = 4
@@ -513,7 +513,7 @@ def test_an_engine_that_stays_away_ends_producing_and_spends_no_try() -> None:
         buffer = ReplayBuffer()
         strategy = SyncProduceStrategy(buffer, progress=NoProgress())
         loop = FunctionAgentLoop(generate, down_timeout_s=100)
-        with pytest.raises(EngineError, match=r"could not be reached .* \(down_timeout_s is 100\).* refused"):
+        with pytest.raises(EngineError, match=r"was unreachable .* \(down_timeout_s is 100\).* refused"):
             await strategy.produce_batch(loop, Sampler([{"prompt": "q"}]), 4, TASK, train_step=1, model_step=0)
         assert 90 <= now() <= 100
         records = await buffer.query({"task_name": TASK})
@@ -553,7 +553,7 @@ def test_one_engine_of_two_is_not_given_up_while_the_other_works() -> None:
 
             training = asyncio.create_task(train(1, 20))
             await asyncio.sleep(1000)
-            assert "not given up while another engine works" in await manager.explain_wait()
+            assert "not giving up while another engine works" in await manager.explain_wait()
             await training
             assert 2000 < now() < 3000, "the run outlasted the outage of one server"
             await asyncio.sleep(3000 - now())
@@ -610,7 +610,7 @@ def test_an_abort_that_nobody_asked_for_spends_a_try_and_backs_off(sync: bool) -
         assert calls[1] == 3
         assert (await buffer.ledger())[TASK]["failed"] == 1
         (reason,) = (await buffer.reasons())[TASK]
-        assert "although nobody asked" in reason
+        assert "although no pause was requested" in reason
 
     run(main)
 
@@ -764,13 +764,13 @@ class Away(MemoryStorage):
         self._check()
         return await super().settle(*args, **kwargs)
 
-    async def ledger(self, *args: Any, **kwargs: Any) -> Any:
+    async def summary(self, *args: Any, **kwargs: Any) -> Any:
         self._check()
-        return await super().ledger(*args, **kwargs)
+        return await super().summary(*args, **kwargs)
 
-    async def accounts(self, *args: Any, **kwargs: Any) -> Any:
+    async def advance(self, *args: Any, **kwargs: Any) -> Any:
         self._check()
-        return await super().accounts(*args, **kwargs)
+        return await super().advance(*args, **kwargs)
 
 
 @pytest.mark.parametrize("since", [0, 0.5, 3, 5.5, 11])
@@ -912,7 +912,7 @@ def test_a_step_that_was_acknowledged_late_is_not_handed_out_again(colocated: bo
         async with Trainer(colocated) as trainer:
             await trainer.trains_in_an_outage()
             await trainer.restore()
-            with pytest.raises(InvalidInput, match="train step 1 was acknowledged already; the next one is 2"):
+            with pytest.raises(InvalidInput, match="train step 1 was already acknowledged; the next one is 2"):
                 await trainer.batch(1)
             assert (await trainer.ledger())["trained"] == 4
 
@@ -952,7 +952,8 @@ def test_a_batch_that_was_not_settled_in_an_outage_is_settled_at_the_end() -> No
 def test_a_claim_that_an_outage_interrupts_is_not_leased_forever() -> None:
     async def main() -> None:
         async with Trainer(colocated=True) as trainer:
-            hand_out, calls = trainer.buffer._outlet.hand_out, 0
+            claims = internals(trainer.buffer).claims
+            hand_out, calls = claims.hand_out, 0
 
             async def interrupted(*args: Any) -> Any:
                 nonlocal calls
@@ -962,7 +963,7 @@ def test_a_claim_that_an_outage_interrupts_is_not_leased_forever() -> None:
                     raise StorageUnavailable("the database cannot be reached")
                 return await hand_out(*args)
 
-            trainer.buffer._outlet.hand_out = interrupted  # type: ignore[method-assign,assignment]
+            claims.hand_out = interrupted  # type: ignore[method-assign,assignment]
             with pytest.raises(StorageUnavailable):
                 await trainer.batch(1)
             await trainer.restore()

@@ -16,12 +16,11 @@ from typing import Any
 import pytest
 
 from forebay import AsyncReplayBufferConfig, ReplayBuffer, RolloutState, SyncReplayBufferConfig
+from forebay.core.staleness import group_staleness
 from forebay.errors import EngineError
 from forebay.produce import AsyncProduceStrategy, Budgets, NoProgress, ProduceStrategy, SyncProduceStrategy, Timeouts
-from forebay.sampler import SamplerWithReplayBuffer
-from forebay.staleness import group_staleness
-from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, run
-from forebay.testing.simulate.driver import check_ledger, check_nothing_lost
+from forebay.prompts.sampler import SamplerWithReplayBuffer
+from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, check_ledger, check_nothing_lost, run
 
 TASK = "math"
 SEEDS = range(500)

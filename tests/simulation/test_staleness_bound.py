@@ -36,7 +36,7 @@ from forebay import (
     Task,
     Timeouts,
 )
-from forebay.staleness import group_staleness, staleness
+from forebay.core.staleness import group_staleness, staleness
 from forebay.testing.simulate import LongTail, SimulatedEngine, check_ledger, check_nothing_lost, run
 
 RUNS, SLOW_RUNS, STEPS, BATCH = 12, 400, 250, 2
@@ -73,7 +73,7 @@ class World:
         else:
             self.manager = AgentLoopManager(tasks, self.buffer, sync_weights_interval=interval)
         self.thresholds = {task.name: task.strategy.stale_threshold for task in tasks}
-        limits = {task.name: task.strategy.token_stale_threshold for task in tasks}
+        limits = {task.name: task.strategy.limits.token_stale_threshold for task in tasks}
         self.token_thresholds = {name: limit for name, limit in limits.items() if limit is not None}
         self.sync_share = chance.choice((0.1, 0.3, 0.7, 1.0))  # of the steps that are followed by new weights
         self.train_s = chance.choice((0.05, 0.5))

@@ -31,7 +31,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-import forebay.storage.sqlite.life as sqlite_life
 from forebay import (
     AgentLoop,
     AsyncProduceStrategy,
@@ -48,9 +47,10 @@ from forebay import (
     Task,
     Timeouts,
 )
-from forebay.rollout import ISSUED_FIELDS
-from forebay.staleness import staleness
+from forebay.core.rollout import ISSUED_FIELDS
+from forebay.core.staleness import staleness
 from forebay.storage.sqlite import SQLiteStorage
+from forebay.storage.sqlite import storage as sqlite_storage
 from forebay.storage.sqlite.writer import Writer
 from forebay.testing.simulate import check_ledger, run
 
@@ -640,7 +640,7 @@ class World:
     async def train_on(self, groups: Sequence[Sequence[RolloutState]]) -> None:
         assert len(groups) == self.batch_size
         for group in groups:
-            self.engine.check_group(group, self.done + 1, self.strategy.token_stale_threshold)
+            self.engine.check_group(group, self.done + 1, self.strategy.limits.token_stale_threshold)
         await self.save()
         await asyncio.sleep(self.chance.expovariate(2))
         if self.chance.random() < 0.1:
@@ -699,7 +699,7 @@ class World:
 def explore(seed: int) -> tuple[Counter[str], str | None]:
     """One run, in a process of a pool: what happened in it, and what went wrong."""
     logging.disable(logging.CRITICAL)  # simulated failures are no news
-    waited, unsynced = patch.object(sqlite_life, "Writer", WaitedWriter), patch.object(os, "fsync")
+    waited, unsynced = patch.object(sqlite_storage, "Writer", WaitedWriter), patch.object(os, "fsync")
     with waited, unsynced, tempfile.TemporaryDirectory() as directory:
         world, error = World(seed, Path(directory)), None
         try:

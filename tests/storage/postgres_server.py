@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for tests: one for the whole run, a schema of its own for each storage.
+"""A real PostgreSQL server for tests: one for the whole run, and one schema for each storage.
 
 The server is the one that `FOREBAY_TEST_POSTGRES` names (a DSN), or one that is started here, in a directory for
 temporary files, and stopped when the run ends.
@@ -93,7 +93,7 @@ def drop(name: str) -> None:
 
 
 async def execute(sql: str, *arguments: Any) -> Any:
-    """One statement on a connection of its own; its first value."""
+    """Run one statement on its own connection; returns its first value."""
     connection = await asyncpg.connect(dsn())
     try:
         return await connection.fetchval(sql, *arguments)
@@ -106,7 +106,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Schemas:
-    """Storages with schemas of their own, dropped together."""
+    """Storages, each in its own schema; the schemas are dropped together."""
 
     def __init__(self) -> None:
         self._names: list[str] = []

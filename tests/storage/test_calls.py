@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import asyncpg
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forebay import MemoryStorage, Storage
+from forebay.core.capacity import Settings
+from forebay.core.ledger import Event, Place, Record, Row, describe
+from forebay.core.query import parse
+from forebay.core.rollout import RolloutState, Status
 from forebay.errors import DamagedData, LostLease, StorageError, StorageUnavailable
-from forebay.ledger import Event, Place
-from forebay.query import parse
-from forebay.record import Record, Row, describe
-from forebay.rollout import RolloutState, Status
-from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision, Settings
-from forebay.storage.calls import CALL, Answered, Call, Done, Handed, Stored, decode_kept, encode_kept
+from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision, Rows
+from forebay.storage.idempotency import CALL, Answered, Call, CallMemory, Handed, Returned, decode_kept
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.samples import make_group
@@ -47,13 +47,12 @@ class Site:
     async def abandon(self, storage: Any) -> None:
         """End what belongs to a process, without telling the store."""
 
-    async def crash(self) -> Storage:
+    async def crash(self) -> Any:
         """The store as the next process finds it; holders are alive elsewhere."""
         await self.abandon(self.storage)
         self.storage = self.make()
         await self.storage.open("host", Settings(), None)
-        storage: Storage = self.storage
-        return storage
+        return self.storage
 
     async def close(self) -> None:
         for owner in ("me", "other", "host"):
@@ -140,7 +139,7 @@ def wanting(purpose: Purpose, n: int, *statuses: Status, **more: Any) -> Claim:
 
 
 async def line(storage: Storage) -> dict[str, int]:
-    found = (await storage.ledger()).get("math", {"issued": 0})
+    found = (await storage.summary()).ledger().get("math", {"issued": 0})
     assert found["issued"] == sum(found.values()) - found["issued"], "G1"
     return {name: n for name, n in found.items() if n}
 
@@ -150,9 +149,14 @@ async def records(storage: Storage) -> list[Record]:
 
 
 async def value(storage: Storage, sequence: int, client: str = "client") -> Any:
+    assert isinstance(storage, CallMemory)
     found = await storage.answer(client, sequence)
     assert isinstance(found, Answered), f"call {sequence} of {client} has no answer"
-    return found.value
+    return found.value.rows if isinstance(found.value, Claimed) else found.value
+
+
+async def claimed_by(storage: Storage, claim: Claim) -> Rows | None:
+    return (await storage.claim(claim)).rows
 
 
 # --- effect and answer --------------------------------------------------------------------------------
@@ -172,13 +176,13 @@ async def test_g07_every_operation_answers_the_same_after_a_crash(site: Site) ->
     await call(storage.put([arrival(), arrival(tokens=5), arrival(status=Status.FAILED)], owner="me"))
     revision = Revision(put[0].uid, put[0].revision, content(group_id=0, status=Status.EXPIRED))
     assert await call(storage.revise([revision, revision])) == [True, False]
-    leased = await call(storage.claim(wanting(Purpose.LEASE, 1, whole=True)))
+    leased = await call(claimed_by(storage, wanting(Purpose.LEASE, 1, whole=True)))
     assert await call(storage.settle("lease", [leased["math"][0].record.uid], Event.ACKED)) is None
     assert await call(storage.discard(parse({"status": "failed"}), "not wanted")) == {"math": 1}
-    drawn = await call(storage.claim(wanting(Purpose.DRAW, 2, Status.EXPIRED, ABORTED)))
-    taken = await call(storage.claim(wanting(Purpose.TAKE, 1)))
+    drawn = await call(claimed_by(storage, wanting(Purpose.DRAW, 2, Status.EXPIRED, ABORTED)))
+    taken = await call(claimed_by(storage, wanting(Purpose.TAKE, 1)))
     assert (len(drawn["math"]), len(taken["math"]), taken["none"]) == (2, 1, [])
-    lately = await call(storage.claim(wanting(Purpose.LEASE, 5, lease_id="late")))
+    lately = await call(claimed_by(storage, wanting(Purpose.LEASE, 5, lease_id="late")))
     assert lately == {"math": [], "none": []}
     before = await line(storage), await records(storage)
     again = await site.crash()
@@ -198,7 +202,7 @@ async def test_a_claim_is_answered_with_the_payloads_that_it_handed_out(site: Si
     status = ABORTED if purpose is Purpose.DRAW else COMPLETED
     await storage.put([arrival(status=status, text=f"prompt {n}", score=n) for n in range(4)], owner="me")
     with called(1):
-        claimed = await storage.claim(wanting(purpose, 3))
+        claimed = await claimed_by(storage, wanting(purpose, 3))
     again = await site.crash()
     for _ in range(2):  # as often as it is asked for
         repeated = await value(again, 1)
@@ -267,7 +271,7 @@ async def test_a_call_that_was_refused_has_no_answer(site: Site) -> None:
     with called(1), pytest.raises(LostLease):
         await storage.settle("no lease", [1], Event.ACKED)
     with called(2):
-        assert await storage.claim(wanting(Purpose.LEASE, 1, whole=True)) is None
+        assert await claimed_by(storage, wanting(Purpose.LEASE, 1, whole=True)) is None
     assert [await storage.answer("client", n) for n in (1, 2)] == [None, None]
 
 
@@ -293,9 +297,9 @@ async def failing_commits(storage: Storage) -> AsyncIterator[None]:
         "CREATE TRIGGER refusing AFTER INSERT ON calls BEGIN INSERT INTO checked VALUES ('nothing'); END;"
         "PRAGMA foreign_keys = ON"
     )
-    await storage._do(lambda connection: connection.executescript(script), alone=True)
+    await storage._do(lambda transaction: transaction.connection.executescript(script), alone=True)
     yield
-    await storage._do(lambda connection: connection.executescript("DROP TRIGGER refusing"), alone=True)
+    await storage._do(lambda transaction: transaction.connection.executescript("DROP TRIGGER refusing"), alone=True)
 
 
 @pytest.mark.parametrize("operation", ["issue", "put", "claim", "settle", "revise", "discard"])
@@ -306,7 +310,7 @@ async def test_a_commit_that_fails_leaves_neither_effect_nor_answer(site: Site, 
     operations: dict[str, Callable[[], Awaitable[Any]]] = {
         "issue": lambda: storage.issue("math", [content(status=INIT)], owner="me", cursor=0),
         "put": lambda: storage.put([arrival()], owner="me"),
-        "claim": lambda: storage.claim(wanting(Purpose.TAKE, 1)),
+        "claim": lambda: claimed_by(storage, wanting(Purpose.TAKE, 1)),
         "settle": lambda: storage.settle("lease", [put[0].uid], Event.ACKED),
         "revise": lambda: storage.revise([Revision(put[1].uid, put[1].revision, None)]),
         "discard": lambda: storage.discard(parse({}), "all"),
@@ -327,9 +331,9 @@ async def test_a_commit_that_fails_leaves_neither_effect_nor_answer(site: Site, 
 _CHILD = """
 import asyncio, sys
 from forebay.storage.base import Arrival, Content, Settings
-from forebay.storage.calls import CALL, Call
+from forebay.storage.idempotency import CALL, Call
 from forebay.storage.sqlite import SQLiteStorage
-from forebay.record import describe
+from forebay.core.ledger import describe
 from forebay.testing.samples import make_group
 
 async def main():
@@ -381,7 +385,7 @@ async def test_a_claim_that_was_taken_back_in_part_is_taken_back_whole(site: Sit
         await again.answer("client", 1)
     assert await line(again) == {"issued": 3, "buffered": 2, "failed": 1}, "nobody holds what nobody learned of"
     assert await again.answer("client", 1) is None
-    claimed = await again.claim(wanting(Purpose.LEASE, 2, owner="host"))
+    claimed = await claimed_by(again, wanting(Purpose.LEASE, 2, owner="host"))
     assert claimed is not None
     assert [(row.record.uid, row.record.deliveries) for row in claimed["math"]] == [(second.uid, 1), (third.uid, 1)]
 
@@ -391,7 +395,7 @@ async def test_a_take_whose_drawn_groups_were_lost_gives_the_others_back(site: S
     done, begun = await storage.put([arrival(text="done"), arrival(status=ABORTED)], owner="me")
     with called(1):
         claimed = await storage.claim(wanting(Purpose.TAKE, 2, COMPLETED, ABORTED))
-    assert claimed is not None
+    assert claimed.rows is not None
     assert await line(storage) == {"issued": 2, "trained": 1, "in_flight": 1}
     await storage.release("me")
     with pytest.raises(LostLease, match="1 of 2"):
@@ -426,7 +430,7 @@ async def test_a_cancelled_claim_has_no_answer(site: Site, purpose: Purpose) -> 
     cancelled = 0
     for sequence in range(1, 60):
         with called(sequence):
-            claiming = asyncio.create_task(storage.claim(wanting(purpose, 2)))
+            claiming = asyncio.create_task(claimed_by(storage, wanting(purpose, 2)))
         for _ in range(sequence):
             await asyncio.sleep(0)
         claiming.cancel()
@@ -451,7 +455,7 @@ async def test_a_damaged_payload_costs_its_group_and_the_answer_is_of_the_rest(t
     damage = "UPDATE payloads SET frame = x'00' WHERE uid = ?"
     await storage._do(lambda connection: connection.execute(damage, (first.uid,)))
     with called(1):
-        claimed = await storage.claim(wanting(Purpose.TAKE, 2))
+        claimed = await claimed_by(storage, wanting(Purpose.TAKE, 2))
     again = await site.crash()
     assert claimed is not None
     assert [row.record.uid for row in claimed["math"]] == [second.uid]
@@ -502,29 +506,13 @@ def test_g09_bytes_that_are_no_answer_are_damaged(data: bytes) -> None:
 
 def test_answers_are_plain_messagepack() -> None:
     handed = Handed(Purpose.LEASE, "me", "lease", {"math": []})
-    for kept in (Done(), Stored([]), handed):
-        assert decode_kept(encode_kept(kept)) == kept
+    for kept in (Returned("settle", None), Returned("put", []), handed):
+        assert decode_kept(msgspec.msgpack.encode(kept)) == kept
+    for damaged in (msgspec.msgpack.encode(handed)[:-1], msgspec.msgpack.encode(Returned("put", 3))):
+        with pytest.raises(DamagedData):
+            decode_kept(damaged)
     with pytest.raises(DamagedData):
-        decode_kept(encode_kept(handed)[:-1])
-
-
-# --- stores of earlier versions -------------------------------------------------------------------------
-
-
-async def test_a_store_of_an_earlier_version_remembers_from_now_on(site: Site) -> None:
-    storage = site.storage
-    await storage.put([arrival()], owner="me")
-    if isinstance(storage, PostgresStorage):
-        await execute(f'DROP TABLE "{storage.name}".calls')
-    else:
-        await storage._stop()
-        with sqlite3.connect(storage.path) as connection:
-            connection.execute("DROP TABLE calls")
-        connection.close()
-    again = await site.crash()
-    with called(1):
-        claimed = await again.claim(wanting(Purpose.TAKE, 1))
-    assert await value(again, 1) == claimed
+        decode_kept(msgspec.msgpack.encode(Returned("no_operation", None)))
 
 
 # --- one buffer, two hosts --------------------------------------------------------------------------------
@@ -544,7 +532,7 @@ async def test_a_call_at_two_processes_at_once_happens_once(schemas: Schemas, op
         "issue": lambda each: each.issue("math", [content(status=INIT)], owner="me", cursor=1),
         "back": lambda each: each.put([arrival(0, attempt=1)], owner="me"),
         "put": lambda each: each.put([arrival()], owner="me"),
-        "claim": lambda each: each.claim(wanting(Purpose.TAKE, 1, whole=True)),
+        "claim": lambda each: claimed_by(each, wanting(Purpose.TAKE, 1, whole=True)),
         "settle": lambda each: each.settle("lease", [put[0].uid], Event.ACKED),
     }
     issued = (await line(storage))["issued"]
@@ -643,7 +631,7 @@ async def test_holders_end_with_the_process_unless_told_otherwise(tmp_path: Path
     storage = SQLiteStorage(tmp_path / "store.db", clock=clock)
     await storage.open("host", Settings(), None)
     assert await line(storage) == {"issued": 3, "buffered": 3}
-    assert await storage.holdings() == []
+    assert (await storage.summary(holdings=True)).holdings == []
     await storage.close("host")
 
 
@@ -692,9 +680,10 @@ class Player:
             return
         self.sequence += 1
         with called(self.sequence, confirmed=max(0, self.sequence - 3)):
-            result = await work()
+            before = result = await work()
         if crash and self.site is not None:
             self.storage = await self.site.crash()
+            assert isinstance(self.storage, CallMemory)
             found = await self.storage.answer("client", self.sequence)
             if found is None:  # as its caller would
                 assert result in (None, {}) or not any(result.values()), f"{name} was done, and is not remembered"
@@ -702,8 +691,8 @@ class Player:
                     again = await work()
                 assert again == result
             else:
-                assert found.value == result, name
-                result = found.value
+                result = await value(self.storage, self.sequence)
+                assert result == before, name
         getattr(self, f"after_{name}", self.ignore)(result)
 
     def ignore(self, result: Any) -> None:
@@ -736,9 +725,9 @@ class Player:
 
     def lease(self, n: int) -> Any:
         claim = wanting(Purpose.LEASE, n, lease_id=f"lease {self.sequence}", whole=n % 2 == 0)
-        return lambda: self.storage.claim(claim)
+        return lambda: claimed_by(self.storage, claim)
 
-    def after_lease(self, claimed: Claimed | None) -> None:
+    def after_lease(self, claimed: Rows | None) -> None:
         rows: list[Row] = [] if claimed is None else claimed["math"]
         if rows:
             self.leases.append((str(rows[0].record.lease_id), [row.record.uid for row in rows]))
@@ -750,12 +739,12 @@ class Player:
         return lambda: self.storage.settle(lease_id, uids, (Event.ACKED, Event.NACKED, Event.REJECTED)[n % 3], "why")
 
     def take(self, n: int) -> Any:
-        return lambda: self.storage.claim(wanting(Purpose.TAKE, n, COMPLETED, Status.FAILED))
+        return lambda: claimed_by(self.storage, wanting(Purpose.TAKE, n, COMPLETED, Status.FAILED))
 
     def draw(self, n: int) -> Any:
-        return lambda: self.storage.claim(wanting(Purpose.DRAW, n, INIT, ABORTED))
+        return lambda: claimed_by(self.storage, wanting(Purpose.DRAW, n, INIT, ABORTED))
 
-    def after_draw(self, claimed: Claimed) -> None:
+    def after_draw(self, claimed: Rows) -> None:
         self.flying += [row.record for row in claimed["math"]]
 
     def discard(self, n: int) -> Any:
@@ -782,7 +771,8 @@ async def played(site: Site, history: list[tuple[str, int, bool]]) -> None:
         await expected.play(name, n, crash)
         await player.play(name, n, crash)
         assert await line(player.storage) == await line(plain), name
-    assert (await player.storage.account("math")).reasons == (await plain.account("math")).reasons
+    accounts = [(await storage.summary()).task("math").account for storage in (player.storage, plain)]
+    assert accounts[0].reasons == accounts[1].reasons
     if isinstance(site, SQLiteSite):
         assert await records(player.storage) == await records(plain)
     for owner in ("me", "host"):

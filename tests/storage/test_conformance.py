@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forebay import MemoryStorage, Storage
-from forebay.storage.pandas import PandasStorage
+from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import StorageConformance
 
@@ -25,7 +25,7 @@ class Clock:
 
 class _VirtualTime(StorageConformance):
     def advance_clock(self, storage: Storage, seconds: float) -> None:
-        clock = storage._clock  # type: ignore[attr-defined]
+        clock = storage._engine.clock  # type: ignore[attr-defined]
         clock.now += seconds
 
 

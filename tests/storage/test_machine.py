@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from forebay import FIFOReplayPolicy, MemoryStorage, ReplayPolicy, StalenessReplayPolicy, Storage
-from forebay.storage.pandas import PandasStorage
-from forebay.storage.sorted_keys import SortedKeys
+from forebay.storage.local.memory import SortedKeys
+from forebay.storage.local.pandas import PandasStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing.machine import machine_for
 

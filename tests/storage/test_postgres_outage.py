@@ -19,7 +19,7 @@ from forebay import (
 )
 from forebay.produce import NoProgress
 from forebay.storage.postgres import PostgresStorage
-from forebay.testing.simulate.driver import check_ledger
+from forebay.testing.simulate import check_ledger
 from tests.processes import HANG_S
 from tests.storage.postgres_server import Server
 

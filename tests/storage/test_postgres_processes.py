@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from forebay import ReplayBuffer
+from forebay.buffer.internal import internals
+from forebay.core.rollout import RolloutState, Status
 from forebay.errors import BufferClosed, CursorMoved, LostLease, StorageUnavailable, WaitTimeout
-from forebay.rollout import RolloutState, Status
 from forebay.storage.postgres import PostgresStorage
 from forebay.testing.samples import make_group
 from tests.processes import HANG_S, Child, started
@@ -50,13 +51,13 @@ async def produce(buffer: ReplayBuffer, seed: int) -> None:
     """Draw until the data set of GROUPS prompts is used up; generate; bring back."""
     chance = random.Random(seed)
     while True:
-        drawn: list[list[RolloutState]] = await buffer.redraw(2, TASK)
+        drawn: list[list[RolloutState]] = await internals(buffer).redraw(2, TASK)
         if not drawn:
-            cursor, _ = await buffer.position(TASK)
+            cursor, _ = await internals(buffer).position(TASK)
             if cursor < GROUPS:
                 prompts = [make_group(status=Status.INIT, text=f"prompt {cursor + i}") for i in range(2)]
                 try:
-                    drawn = await buffer.issue(prompts, TASK, cursor=cursor)
+                    drawn = (await internals(buffer).issue(prompts, TASK, cursor=cursor)).groups
                 except CursorMoved:
                     continue
             else:
@@ -65,7 +66,7 @@ async def produce(buffer: ReplayBuffer, seed: int) -> None:
                     return
                 report(idle=True)
                 await asyncio.sleep(0.05)
-                # Whoever waits looks after the dead; a producer that only polls has to ask.
+                # Waiting reaps dead owners; a producer that only polls has to do it.
                 await buffer.storage.reap()
                 continue
         for group in drawn:
@@ -105,8 +106,8 @@ async def consume(buffer: ReplayBuffer, seed: int) -> None:
 
 
 async def sleepwalk(buffer: ReplayBuffer, seed: int) -> None:
-    """Hold a drawn group and a lease, say so, and go on only after having been stopped for longer than the lease."""
-    (drawn,) = await buffer.issue([make_group(status=Status.INIT)], TASK, cursor=0)
+    """Hold a drawn group and a lease, say so, and continue only after having been stopped for longer than the lease."""
+    (drawn,) = (await internals(buffer).issue([make_group(status=Status.INIT)], TASK, cursor=0)).groups
     lease = await buffer.lease_batch({"code": 1}, train_step=1, timeout_s=HANG_S)
     report(holds=True)
     await asyncio.to_thread(sys.stdin.readline)
@@ -161,7 +162,7 @@ class Actor:
         self.reports: list[dict[str, Any]] = []
 
     def go(self) -> None:
-        """Let it begin, or go on."""
+        """Let it begin, or continue."""
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
@@ -231,7 +232,7 @@ def test_four_produce_and_two_consume_and_some_are_killed() -> None:
             (line,) = (await buffer.ledger()).values()
             assert {name: n for name, n in line.items() if n} == {"issued": GROUPS, "trained": GROUPS}
             assert not await storage.verify()
-            assert (await buffer.position(TASK))[0] == GROUPS
+            assert (await internals(buffer).position(TASK))[0] == GROUPS
 
     asyncio.run(check())
 
@@ -292,7 +293,7 @@ def test_g07_what_was_acknowledged_survives_crashes_of_the_server(crashes: int) 
                 acknowledged = {report["put"] for report in reports if "put" in report}
                 assert acknowledged <= found
                 unknown = len(found) - len(acknowledged)
-                assert unknown <= 2 * (crashes + 1), "at most one put of each child was under way at each crash"
+                assert unknown <= 2 * (crashes + 1), "at most one put of each child was in progress at each crash"
                 assert not await storage.verify()
 
         asyncio.run(check())

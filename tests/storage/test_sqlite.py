@@ -30,7 +30,8 @@ from forebay import (
     UnreadableData,
     UnsupportedPayload,
 )
-from forebay.storage.sqlite import SQLiteStorage, place
+from forebay.buffer.internal import internals
+from forebay.storage.sqlite import SQLiteStorage, lock
 from forebay.testing import make_group
 from tests.processes import HANG_S, finished
 from tests.support import closed_ledger, draw
@@ -65,7 +66,7 @@ async def test_g07_everything_is_there_after_a_reopen(buffer: ReplayBuffer, path
     assert (first.response, first.reward, first.group_id) == ("391", {"score": 1.0}, 5)
     (record,) = await again.query({"place": "leased"})
     assert (dict(record.tags), record.priority, record.deliveries) == ({"a": 1}, 3.0, 2)
-    assert (await again.position("math"))[0] == 2
+    assert (await internals(again).position("math"))[0] == 2
     assert await again.put(make_group(), "math") not in {1, 2, 3}
     await again.close()
 
@@ -92,7 +93,7 @@ async def test_another_policy_may_open_the_store_later(buffer: ReplayBuffer, pat
 
 async def test_payloads_are_not_held_in_memory(buffer: ReplayBuffer) -> None:
     await buffer.put(make_group(tokens=50), "math")
-    assert [row.group for row in buffer.storage._table.rows()] == [()]  # type: ignore[attr-defined]
+    assert [row.group for row in buffer.storage._engine.table.rows()] == [()]  # type: ignore[attr-defined]
 
 
 async def test_what_is_not_plain_data_is_refused_before_anything_changed(buffer: ReplayBuffer) -> None:
@@ -100,7 +101,7 @@ async def test_what_is_not_plain_data_is_refused_before_anything_changed(buffer:
     with pytest.raises(UnsupportedPayload, match=r"\$\[0\]\.message\[0\]\.content"):
         await buffer.put_many([make_group(), bad], "math")
     with pytest.raises(UnsupportedPayload):
-        await buffer.issue([bad], "math", cursor=0)
+        await internals(buffer).issue([bad], "math", cursor=0)
     assert await buffer.ledger() == {}
 
 
@@ -168,7 +169,7 @@ async def test_foreign_newer_and_broken_files_are_refused(tmp_path: Path) -> Non
 
 
 async def test_a_network_file_system_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "file_system_of", lambda path: "nfs4")
+    monkeypatch.setattr(lock, "file_system_of", lambda path: "nfs4")
     with pytest.raises(InvalidConfig, match=r"network file system \(nfs4\)"):
         await ReplayBuffer(storage=SQLiteStorage(path)).ledger()
     assert not path.exists()  # noqa: ASYNC240
@@ -275,7 +276,7 @@ async def test_g07_a_store_that_was_deleted_moved_or_replaced_acknowledges_nothi
     await again.close()
 
 
-async def test_a_store_that_is_moved_back_goes_on(tmp_path: Path) -> None:
+async def test_a_store_that_is_moved_back_continues(tmp_path: Path) -> None:
     path = tmp_path / "run" / "store.db"
     buffer = ReplayBuffer(storage=SQLiteStorage(path))
     await buffer.put(make_group(), "math")
@@ -294,7 +295,7 @@ async def test_many_putters_at_once_share_commits(buffer: ReplayBuffer) -> None:
     assert isinstance(storage, SQLiteStorage)
     commits: list[str] = []
     await storage._do(
-        lambda connection: connection.set_trace_callback(
+        lambda transaction: transaction.connection.set_trace_callback(
             lambda statement: commits.append(statement) if statement == "COMMIT" else None
         ),
         alone=True,
@@ -393,6 +394,6 @@ def test_a_mount_hides_what_was_mounted_there_before(monkeypatch: pytest.MonkeyP
     points = ["/dev/sda / ext4", "auto /data autofs", "host:/x /data nfs4", "host:/y /with\\040space cifs"]
     mounts = "".join(f"{point} rw 0 0\n" for point in points)
     monkeypatch.setattr(Path, "read_text", lambda self, **named: mounts)
-    assert place.file_system_of(Path("/data/run/store.db")) == "nfs4"
-    assert place.file_system_of(Path("/with space/store.db")) == "cifs"
-    assert place.file_system_of(Path("/elsewhere")) == "ext4"
+    assert lock.file_system_of(Path("/data/run/store.db")) == "nfs4"
+    assert lock.file_system_of(Path("/with space/store.db")) == "cifs"
+    assert lock.file_system_of(Path("/elsewhere")) == "ext4"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from forebay.files import FileOps
+from forebay.checkpoint.files import FileOps
 from forebay.trajectory import Trajectory, TrajectoryReplayBuffer
 from forebay.trajectory.checkpoint import open_contents
 from forebay.trajectory.reader import Reader

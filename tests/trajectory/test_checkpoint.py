@@ -17,8 +17,8 @@ from zlib import crc32
 import numpy as np
 import pytest
 
+from forebay.checkpoint.files import FileOps
 from forebay.errors import CheckpointError, DamagedData, ForebayError, InvalidInput, StorageError
-from forebay.files import FileOps
 from forebay.trajectory import TrajectoryReplayBuffer
 from forebay.trajectory.checkpoint import ENVELOPE, open_contents
 from forebay.trajectory.listing import ROW

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay.doctor import Finding, Level
+from forebay.core.report import Finding, Level
 from forebay.errors import DamagedData, ForebayError, InvalidInput, InvalidTrajectory
 from forebay.trajectory import Trajectory, TrajectoryReplayBuffer
 from forebay.trajectory.checkpoint import open_contents
@@ -37,7 +37,7 @@ def wrong(findings: list[Finding]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kinds", [("checkpoint",), ("store",)], ids="".join)
-def test_what_is_whole_is_found_whole_and_not_changed(tmp_path: Path, kinds: Any) -> None:
+def test_verify_accepts_intact_directories_and_changes_nothing(tmp_path: Path, kinds: Any) -> None:
     write_ranks(tmp_path, [3, 0, 9], kinds=kinds)
     before = snapshot(tmp_path)
     calls: list[tuple[int, int]] = []
@@ -86,7 +86,7 @@ def test_a_damaged_catalogue_is_found(tmp_path: Path) -> None:
     assert "error" in wrong(verify(directory)).values()
 
 
-def test_the_damaged_ones_are_named(tmp_path: Path) -> None:
+def test_damaged_trajectories_are_named(tmp_path: Path) -> None:
     directory = write(tmp_path, [make(tag) for tag in range(30)])
     path = next(directory.glob("*-1.col"))
     data = bytearray(path.read_bytes())
@@ -98,7 +98,7 @@ def test_the_damaged_ones_are_named(tmp_path: Path) -> None:
     assert "--skip-damaged" in (found.advice or "")
 
 
-def test_numbers_that_lead_nowhere_are_found_behind_good_checksums(tmp_path: Path) -> None:
+def test_wrong_numbers_are_found_behind_valid_checksums(tmp_path: Path) -> None:
     changes: dict[str, tuple[str, str, int]] = {
         "leads to an observation that it does not have": ("steps", "#next", 99),
         "has other steps to draw than its listing says": ("steps", "#valid", 0),
@@ -150,7 +150,7 @@ def test_a_store_in_use_can_be_verified(tmp_path: Path) -> None:
         assert "2 more were cleared" in str(verify(tmp_path))
 
 
-def test_what_has_no_trajectories_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_trajectories_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
         assert not is_trajectories(path)
         with pytest.raises(InvalidInput, match="there"):
@@ -185,9 +185,7 @@ def test_info_has_the_figures_of_all_ranks(tmp_path: Path, kinds: Any) -> None:
     assert 0 < part["bytes"] < found["bytes_on_disk"]
 
 
-def test_statistics_are_over_what_can_be_drawn_and_over_what_is_finite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_statistics_cover_drawable_steps_and_finite_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forebay.trajectory.summary._CHUNK_ROWS", 7)
     rng = np.random.default_rng(0)
     kept = []
@@ -219,7 +217,7 @@ def test_statistics_are_over_what_can_be_drawn_and_over_what_is_finite(
     assert found["transitions"] == sum(map(len, kept))
 
 
-def test_info_of_nothing_is_info(tmp_path: Path) -> None:
+def test_info_describes_an_empty_directory(tmp_path: Path) -> None:
     write_ranks(tmp_path, [0])
     found = info(tmp_path)
     assert (found["parts"]["replay"]["trajectories"], found["parts"]["replay"]["statistics"]) == (0, {})
@@ -246,7 +244,7 @@ def test_a_trajectory_is_found_by_its_id_and_rank(tmp_path: Path) -> None:
 # --- RLinf --------------------------------------------------------------------------------------------
 
 
-def test_there_and_back_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_and_import_return_the_same_trajectories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Spool, "segment_bytes", 1000)
     write_ranks(tmp_path / "ranks", [6, 5], kinds=("checkpoint", "store"))
     before = snapshot(tmp_path / "ranks")
@@ -264,7 +262,7 @@ def test_there_and_back_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert snapshot(tmp_path / "ranks") == before
 
 
-def test_epochs_survive_the_way_there_and_back(tmp_path: Path) -> None:
+def test_epochs_survive_export_and_import(tmp_path: Path) -> None:
     write(tmp_path / "source", [make(1, 4, dones=np.zeros((6, 2), bool), next_obs={}), make(2, 4, next_obs={})])
     export_directory(tmp_path / "source", tmp_path / "rlinf")
     import_directory(tmp_path / "rlinf", tmp_path / "back")
@@ -296,7 +294,7 @@ def test_ranks_of_rlinf_are_imported_together(tmp_path: Path) -> None:
     assert wrong(verify(tmp_path / "rlinf")) == {}
 
 
-def test_what_cannot_be_imported_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_import_leaves_nothing(tmp_path: Path) -> None:
     import torch
 
     write(tmp_path / "source", [make(tag) for tag in range(3)])

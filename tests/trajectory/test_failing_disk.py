@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from forebay.checkpoint.files import FileOps
 from forebay.errors import BufferClosed, StorageError, StorageInUse, StorageVanished
-from forebay.files import FileOps
 from forebay.trajectory.store import Store
 from tests.trajectory.crash_child import Buffer, make
 from tests.trajectory.test_store import Large, apart, check_all, ids_of, opened, settle

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
+from forebay.checkpoint.files import FileOps
 from forebay.errors import CheckpointError, DamagedData, InvalidInput, InvalidTrajectory
-from forebay.files import FileOps
 from forebay.trajectory import rlinf
 from forebay.trajectory.data import Trajectory, aligned
 from forebay.trajectory.rlinf import export_rlinf, find_rlinf, open_rlinf

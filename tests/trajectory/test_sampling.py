@@ -18,8 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forebay.checkpoint.files import FileOps
 from forebay.errors import BufferClosed, InvalidConfig, InvalidInput, InvalidTrajectory, WaitTimeout
-from forebay.files import FileOps
 from forebay.trajectory import MixedReplay, TrajectoryReplayBuffer
 from forebay.trajectory.pool import BlockPool
 from forebay.trajectory.schema import Layout

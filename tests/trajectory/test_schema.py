@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.dtypes import DTYPES
+from forebay.core.dtypes import DTYPES
 from forebay.errors import DamagedData, InvalidConfig, InvalidTrajectory
 from forebay.trajectory import TrajectoryReplayBuffer
 from forebay.trajectory.data import STRING, aligned

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forebay.checkpoint.files import FileOps
 from forebay.errors import BufferClosed, DamagedData, InvalidTrajectory, StorageError, StorageInUse
-from forebay.files import FileOps
 from forebay.trajectory import TrajectoryReplayBuffer
 from forebay.trajectory.catalogue import Catalogue
 from forebay.trajectory.gather import Gatherer

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forebay.checkpoint.files import FileOps
 from forebay.errors import BufferClosed, InvalidInput, InvalidTrajectory, StorageError
-from forebay.files import FileOps
 from forebay.trajectory import MixedReplay, TrajectoryReplayBuffer
 from tests.processes import HANG_S
 from tests.trajectory.tagged import Made, assert_rows, flat, made_at_random, make, plain

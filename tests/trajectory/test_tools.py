@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forebay.checkpoint.files import FileOps
 from forebay.errors import CheckpointError, DamagedData, ForebayError, InvalidInput, StorageInUse
-from forebay.files import FileOps
 from forebay.trajectory import Trajectory, TrajectoryReplayBuffer
 from forebay.trajectory.checkpoint import open_contents
 from forebay.trajectory.spool import Spool

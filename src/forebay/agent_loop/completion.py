@@ -1,13 +1,13 @@
-"""One answer of a completion server as it grows: from the bytes of its stream to the fields of a sample.
+"""The answer of a completion server: from the bytes of its stream to the fields of a sample.
 
-No network and no retries here (see `openai`); everything is a plain function of what came in. What it promises:
-- Ids and logprobs are always equally long. A piece of the stream counts whole, or it raises and counts not at all.
-- Nothing larger than the caller's limit is ever put together in memory.
-- Columns that the sample brought along are never written to. An answer to a bare prompt comes as numpy arrays (int64
-  ids, float32 logprobs: a third of the memory of lists); one that continues a list stays a list.
+Pure: network and retries are in `openai`. What it promises
+- Ids and logprobs always have the same length. A piece of the stream is added as a whole, or raises and adds nothing.
+- Memory is bounded: no line or answer larger than the caller's limit is assembled.
+- Columns of the sample are never changed in place. An answer to a bare prompt is stored as numpy arrays (int64 ids,
+  float32 logprobs: a third of the memory of lists); an answer that continues a list is a list.
 
-The ids are the truth. The text is what the server sent, joined: where a sample was interrupted inside a character, or
-while the server held text back to look for a stop text, those few characters are missing from it.
+The ids are authoritative. The text is the concatenation of what the server sent: if a sample was interrupted inside a
+character, or while the server held back a possible stop string, a few characters are missing from it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import msgspec
 import numpy as np
 
+from forebay.core.rollout import RolloutState, SampleParams, Status, TokenColumn, VersionSpans, finish_status
 from forebay.errors import InvalidInput
-from forebay.rollout import RolloutState, SampleParams, Status, TokenColumn, VersionSpans, finish_status
-
-__all__ = ["TRANSIENT_STATUSES", "Answer", "EventReader", "Interrupted", "Piece", "WrongAnswer", "merged", "read_piece"]
 
 _SEED_STEP = 1_000_003
 TRANSIENT_STATUSES = frozenset((408, 425, 429, 500, 502, 503, 504))
 
 
 class Interrupted(Exception):
-    """Trouble that may pass: worth another attempt. `reason` is fit for a log, `detail` may quote the server.
+    """A failure that another attempt may fix. `reason` is for the log, `detail` may quote the server.
 
-    `away`: the server could not be reached, which is no fault of the request.
+    `away`: the server was unreachable, which is not the fault of the request.
     """
 
     def __init__(self, reason: str, *, detail: str = "", retry_after_s: float = 0.0, away: bool = False) -> None:
@@ -42,14 +40,14 @@ class Interrupted(Exception):
 
 
 class WrongAnswer(Exception):
-    """An answer that another attempt would not make better."""
+    """A failure that another attempt would not fix."""
 
 
 # --- the wire -----------------------------------------------------------------------------------------
 
 
 class EventReader:
-    """Takes bytes as they come, gives the payloads of complete `data:` lines. These servers write one JSON a line.
+    """Splits a stream of bytes into the payloads of its `data:` lines. Each line holds one JSON document.
 
     >>> reader = EventReader(max_bytes=64)
     >>> reader.feed(b': hello\\ndata: {"a"'), reader.feed(b': 1}\\r\\n\\r\\ndata: [DONE]\\n')
@@ -61,7 +59,7 @@ class EventReader:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes; WrongAnswer before a line of more than `max_bytes` is kept."""
+        """The payloads that `data` completes; WrongAnswer if a line is longer than `max_bytes`."""
         payloads = []
         start = 0
         while (end := data.find(b"\n", start)) >= 0:
@@ -77,21 +75,21 @@ class EventReader:
 
     def _check(self, more: int) -> None:
         if len(self._rest) + more > self._max_bytes:
-            raise WrongAnswer(f"a line of its stream is over {self._max_bytes} bytes (max_response_bytes)")
+            raise WrongAnswer(f"a line of the stream is longer than {self._max_bytes} bytes (max_response_bytes)")
 
 
 class Piece(NamedTuple):
-    """What one chunk adds to an answer."""
+    """The part of an answer that one chunk adds."""
 
     ids: list[int]
     logprobs: list[float]
     text: str
     finish_reason: str | None
-    versions: VersionSpans = ()  # of all tokens of this answer so far, if the server says so
+    versions: VersionSpans = ()  # of all tokens of this answer so far, if the server reports them
 
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-_Logprob = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]  # what float32 holds
+_Logprob = Annotated[float, msgspec.Meta(ge=-1e30, le=1e30)]  # in the range of float32
 
 
 class _Logprobs(msgspec.Struct):
@@ -131,17 +129,17 @@ _decoder = msgspec.json.Decoder(_Message)
 
 
 def read_piece(payload: bytes, *, begun: bool) -> Piece | None:
-    """A chunk of a stream, or a whole JSON answer; None if it carries no choice (usage figures, say).
+    """Read a chunk of a stream, or a whole JSON answer; None if it has no choice (usage statistics, for example).
 
-    `begun`: tokens came before it. A server that reports an error then had accepted the request, so whatever code
-    it gives (vLLM says 400 for every failure inside a stream), another attempt makes sense.
+    `begun`: tokens arrived before it. An error that the server then reports concerns a request that it had accepted, so
+    another attempt makes sense whatever the code is (vLLM reports 400 for every failure inside a stream).
     """
     try:
         message = _decoder.decode(payload)
     except msgspec.ValidationError as error:
-        raise WrongAnswer(f"an answer of another shape than completions have: {error}") from None
+        raise WrongAnswer(f"the answer is not a completion: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise Interrupted(f"{len(payload)} bytes that are no JSON") from None
+        raise Interrupted(f"{len(payload)} bytes that are not JSON") from None
     if message.error is not None or message.object == "error":
         _raise_reported(message, begun)
     if not message.choices:
@@ -155,21 +153,22 @@ def read_piece(payload: bytes, *, begun: bool) -> Piece | None:
     if ids is None:
         raise WrongAnswer(
             "text without token ids; the server must support `return_token_ids` (vLLM 0.10.2 and later, recent "
-            'SGLang), or `return_tokens_as_token_ids`: for that, give extra_body={"return_tokens_as_token_ids": True}'
+            "SGLang), or `return_tokens_as_token_ids`: for the latter, pass "
+            'extra_body={"return_tokens_as_token_ids": True}'
         )
     given = entries.token_logprobs or []
     logprobs = [value for value in given if value is not None]
     if len(given) != len(ids) or len(logprobs) != len(ids):
         raise WrongAnswer(
-            f"{len(ids)} token ids with {len(logprobs)} logprobs in one chunk; the server must give one for each "
-            "token (`logprobs: 1`)"
+            f"{len(ids)} token ids with {len(logprobs)} logprobs in one chunk; the server must send one logprob for "
+            "each token (`logprobs: 1`)"
         )
     reported = choice.weight_versions or (message.metadata and message.metadata.weight_versions)
     return Piece(ids, logprobs, text, choice.finish_reason, _spans(reported or ()))
 
 
 def _spans(reported: Sequence[_WeightVersion]) -> VersionSpans:
-    """Versions as a server reports them, if they are model steps and leave no gap; else none."""
+    """The versions that a server reports, if they are model steps without gaps; otherwise none."""
     spans: list[tuple[int, int]] = []
     end = 0
     for part in reported:
@@ -194,17 +193,17 @@ def _ids_in_names(names: list[str]) -> list[int] | None:
 def _raise_reported(message: _Message, begun: bool) -> NoReturn:
     error = message.error if isinstance(message.error, dict) else {}
     code = error.get("code", message.code)
-    said = error.get("message", message.message if message.error is None else message.error)
+    text = error.get("message", message.message if message.error is None else message.error)
     if begun or not isinstance(code, int) or code in TRANSIENT_STATUSES:
-        raise Interrupted(f"error {code!s:.20} in the answer", detail=f": {said!s:.200}")
-    raise WrongAnswer(f"error {code} in the answer: {said!s:.200}")
+        raise Interrupted(f"error {code!s:.20} in the answer", detail=f": {text!s:.200}")
+    raise WrongAnswer(f"error {code} in the answer: {text!s:.200}")
 
 
 # --- the sample ---------------------------------------------------------------------------------------
 
 
 def merged(defaults: SampleParams, own: SampleParams | None) -> SampleParams:
-    """The parameters of a sample: its own where it has them, else the defaults.
+    """The parameters of a sample: its own values where they are set, the defaults elsewhere.
 
     >>> merged(SampleParams(top_k=5, temperature=1.0), SampleParams(temperature=0.0)).top_k
     5
@@ -216,18 +215,18 @@ def merged(defaults: SampleParams, own: SampleParams | None) -> SampleParams:
 
 
 class Answer:
-    """A sample and what came for it so far; kept apart, and written into the sample in one go: O(n) in all."""
+    """A sample and the part of its answer that has arrived. `write` copies it into the sample once: O(n) in total."""
 
     def __init__(self, state: RolloutState, params: SampleParams) -> None:
         if state.prompt_ids is None or not len(state.prompt_ids):
             raise InvalidInput(
-                f"{_name(state)} has no prompt_ids, and a completion server is sent tokens; give the sampler a "
-                "`tokenize`"
+                f"{_name(state)} has no prompt_ids, and completion requests consist of tokens; give the sampler a "
+                "`tokenize` function"
             )
         if state.mm_info:
             raise InvalidInput(
-                f"{_name(state)} has mm_info ({', '.join(map(str, state.mm_info))}), and a completion request carries "
-                "tokens only; use a loop of your own for multimodal prompts"
+                f"{_name(state)} has mm_info ({', '.join(map(str, state.mm_info))}), and completion requests consist "
+                "of tokens only; write your own AgentLoop for multimodal prompts"
             )
         self.state = state
         self.params = params
@@ -235,26 +234,26 @@ class Answer:
         self._prefix = 0 if state.response_ids is None else len(state.response_ids)
         self._ids: list[int] = []
         self._logprobs: list[float] = []
-        self._reported: VersionSpans = ()  # by the server, for what is not known yet
-        self._known = 0  # tokens of weights that are known; those behind them may still be taken back
-        self._known_texts = 0
-        self._versions: VersionSpans | None = state.version_spans  # None: some tokens came without
-        # A text without its beginning would be wrong.
+        self._reported: VersionSpans = ()  # by the server, for tokens that are not confirmed yet
+        self._confirmed = 0  # tokens of known weights; later ones may still be removed
+        self._confirmed_texts = 0
+        self._versions: VersionSpans | None = state.version_spans  # None: some tokens have no version
+        # A response string without its beginning would be wrong.
         self._texts: list[str] | None = None if self._prefix and state.response is None else []
         for name, column in (("logprobs", state.logprobs), ("response_mask", state.response_mask)):
             found = 0 if column is None else len(column)
             if found != self._prefix and (column is not None or name == "logprobs"):
                 raise InvalidInput(
-                    f"{_name(state)} comes with {self._prefix} response_ids and {found} entries in {name}; expected as "
-                    "many, or it cannot be continued"
+                    f"{_name(state)} has {self._prefix} response_ids but {found} entries in {name}; the lengths must "
+                    "match to continue it"
                 )
 
     def __len__(self) -> int:
-        """How many tokens the response has."""
+        """The number of tokens of the response."""
         return self._prefix + len(self._ids)
 
     def add(self, piece: Piece) -> None:
-        """Take in what came; WrongAnswer if it cannot belong to this answer."""
+        """Add a piece; WrongAnswer if it cannot belong to this answer."""
         limit = self.params.max_tokens
         if limit is not None and len(self) + len(piece.ids) > limit:
             raise WrongAnswer(f"more tokens than max_tokens ({limit}) allows; the server seems to ignore it")
@@ -269,29 +268,26 @@ class Answer:
             self._reported = piece.versions
 
     def settle(self, *, known: bool) -> None:
-        """Keep what came since the last call, or take it back: nobody knows which weights generated it."""
+        """Keep the tokens that were added since the last call, or remove them: their weights are not known."""
         if not known:
-            del self._ids[self._known :], self._logprobs[self._known :]
+            del self._ids[self._confirmed :], self._logprobs[self._confirmed :]
             if self._texts is not None:
-                del self._texts[self._known_texts :]
+                del self._texts[self._confirmed_texts :]
             self.finish_reason = None
-        elif len(self._ids) > self._known:
-            self._take_versions(len(self._ids) - self._known)
+        elif len(self._ids) > self._confirmed:
+            reported = sum(run for _, run in self._reported)
+            if self._versions is None or reported != len(self._ids) - self._confirmed:
+                self._versions = None  # the buffer knows the weights
+            else:
+                self._versions += self._reported
         self._reported = ()
-        self._known = len(self._ids)
-        self._known_texts = len(self._texts or ())
+        self._confirmed = len(self._ids)
+        self._confirmed_texts = len(self._texts or ())
 
-    def _take_versions(self, tokens: int) -> None:
-        reported = sum(run for _, run in self._reported)
-        if self._versions is None or reported != tokens:
-            self._versions = None  # whoever stores the sample knows the weights
-        else:
-            self._versions += self._reported
+    def complete(self) -> bool:
+        """Whether the answer has ended: the server said so, or the last token is one that ends it.
 
-    def settled(self) -> bool:
-        """Whether there is nothing to ask for: it has ended, by the server's word or by its own last token.
-
-        A token that the model did not generate (its mask is 0) ends no turn of the model.
+        A token that the model did not generate (its mask is 0) does not end the answer.
         """
         if self.finish_reason is None and len(self):
             last = self._ids[-1] if self._ids else self.state.response_ids[-1]  # type: ignore[index]
@@ -303,23 +299,23 @@ class Answer:
         return self.finish_reason is not None
 
     def ask(self) -> dict[str, Any]:
-        """The fields of a request for the rest of it; notes in the sample's `tokens` what is sent."""
-        state, params, there = self.state, self.params, len(self)
+        """The fields of a request for the rest of the answer; sets the sample's `tokens` to the tokens sent."""
+        state, params, present = self.state, self.params, len(self)
         prompt = [*_plain_ids(state, "prompt_ids"), *_plain_ids(state, "response_ids"), *self._ids]
         state.tokens = prompt if isinstance(state.prompt_ids, list) else np.array(prompt, dtype=np.int64)
         fields = msgspec.structs.asdict(params) | {"prompt": prompt}
         if params.seed is not None:
-            # One seed for all members would make k equal answers, and advantages of zero. A continuation that began
-            # the same random numbers again would repeat the choices at the beginning of the answer.
-            fields["seed"] = (params.seed + (state.rollout_id or 0) + there * _SEED_STEP) % 2**63
+            # The same seed for all members would give k equal answers and advantages of zero. The same seed for a
+            # continuation would repeat the random choices of the beginning.
+            fields["seed"] = (params.seed + (state.rollout_id or 0) + present * _SEED_STEP) % 2**63
         if params.max_tokens is not None:
-            fields["max_tokens"] = params.max_tokens - there
+            fields["max_tokens"] = params.max_tokens - present
         if params.min_tokens is not None:
-            fields["min_tokens"] = max(0, params.min_tokens - there)
+            fields["min_tokens"] = max(0, params.min_tokens - present)
         return {name: value for name, value in fields.items() if value not in (None, ())}
 
     def write(self) -> None:
-        """Write what came into the sample, once, with its status: ABORTED if it has not ended."""
+        """Write the answer and its status (ABORTED if it has not ended) into the sample. Call it once."""
         state, reason = self.state, self.finish_reason or "abort"
         state.finish_reason = reason
         state.status = finish_status(reason)
@@ -347,17 +343,17 @@ def _plain_ids(state: RolloutState, name: str) -> list[int]:
     try:
         return [index(token) for token in tokens]
     except TypeError:
-        raise InvalidInput(f"{name} of {_name(state)} holds what is no token id; expected whole numbers") from None
+        raise InvalidInput(f"{name} of {_name(state)} has an item that is not an integer; expected token ids") from None
 
 
 def _extended(column: TokenColumn | None, new: list[Any], dtype: np.dtype[Any]) -> TokenColumn:
-    """A new column with more at its end, of the kind that it extends."""
+    """A new column with items appended, of the same kind as the old one."""
     if isinstance(column, list):
         return [*column, *new]
     more = np.array(new, dtype=dtype)
-    if column is None or not len(column):  # an empty array is of floats, unless someone took care
+    if column is None or not len(column):  # the dtype of an empty array is often float by accident
         return more
-    # Old logprobs in float64 keep their digits; old ids in a narrow type must not make new ones wrap around.
+    # Logprobs in float64 keep their precision; ids in a narrow type must not make new ids overflow.
     kind = np.promote_types(column.dtype, dtype) if dtype.kind == "f" else dtype
     return np.concatenate((column, more), dtype=kind, casting="same_kind")
 

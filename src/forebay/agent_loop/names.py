@@ -1,9 +1,9 @@
-"""Host names of servers, resolved in threads of our own.
+"""Host names of servers, resolved in dedicated threads.
 
-httpx resolves names in asyncio's default executor, which belongs to the user: tools that block fill it, and a server
-then looks unreachable. `NamedHosts` therefore resolves the name before the request reaches httpx, which gets an
-address; the Host header and the name that a certificate is checked against stay those of the URL. All addresses of a
-name are tried in order. Requests for addresses pass through.
+httpx resolves names in the default executor of asyncio, which belongs to the user: tools that block fill it, and a
+server then looks unreachable. `NamedHosts` therefore resolves the name before the request reaches httpx, which gets an
+address; the Host header and the name that a certificate is checked against stay those of the URL. It tries all
+addresses of a name in order. Requests to addresses are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import socket
 
 import httpx
 
-from forebay.threads import Pool, start_thread
-
-__all__ = ["NamedHosts"]
+from forebay.core.aio import Pool, start_thread
 
 _FRESH_S = 30.0
-_RESOLVER = Pool("names", 8, "names of hosts")
+_RESOLVER = Pool("names", 8, "host names")
 
 Place = tuple[str, int]
 

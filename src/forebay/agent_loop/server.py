@@ -1,9 +1,9 @@
-"""Questions to an inference server about itself, for loops that have no control of it: small, bounded, read-only.
+"""Requests to an inference server about itself: small, bounded and read-only.
 
-`until_idle` waits until a server runs no request. What servers publish lags behind what they do, so one zero proves
-nothing: vLLM's gauges are set by its engine's steps (a request was seen to show up 0.2 s late), and SGLang's snapshot
-leaves out a request that it has just begun. A server therefore counts as idle when it has said so often enough; a
-control (`forebay.engines`) knows a surer way.
+`until_idle` waits until a server runs no request, for loops without a control. Published counts lag behind: vLLM sets
+its gauges in the steps of its engine (a request appeared up to 0.2 s late), and SGLang's snapshot leaves out a request
+that has just begun. A single zero therefore proves nothing, and a server counts as idle only after several of them. A
+control (`forebay.engines`) has a more reliable way.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import cast
 
 import httpx
 import msgspec
 
-from forebay.agent_loop.gate import Fetch, Unreachable
+from forebay.agent_loop.monitor import Fetch, Unreachable
+from forebay.agent_loop.outage import caused_by
 from forebay.errors import InvalidConfig
-
-__all__ = ["authorization", "checked_url", "fetch", "is_refused", "same_server", "until_idle"]
 
 log = logging.getLogger(__name__)
 
 _TIMEOUT = httpx.Timeout(30.0, connect=5.0)
 _ATTEMPTS = 3
-_PASSING = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
+_TRANSIENT = (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError)
 _MAX_BYTES = 8 * 2**20
 _ABSENT = frozenset((401, 403, 404, 405, 501))
 
@@ -39,13 +40,13 @@ _GAUGES = re.compile(
 
 
 async def fetch(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]) -> bytes | None:
-    """The body of a GET; None if the server has no such path, Unreachable if it does not answer properly."""
+    """The body of a GET; None if the server has no such path, Unreachable if there is no valid answer."""
     for attempt in range(_ATTEMPTS):
         try:
             return await _fetch(client, url, headers)
         except Unreachable as error:
-            # A connection that was kept alive may be closed just when it is used again; much depends on the answer.
-            if attempt == _ATTEMPTS - 1 or not isinstance(error.__cause__, _PASSING):
+            # The server may close a kept-alive connection just as it is used again, which is no outage.
+            if attempt == _ATTEMPTS - 1 or not isinstance(error.__cause__, _TRANSIENT):
                 raise
     raise AssertionError("unreachable")
 
@@ -58,22 +59,31 @@ async def _fetch(client: httpx.AsyncClient, url: str, headers: Mapping[str, str]
                 return None
             if not response.is_success:
                 raise Unreachable(f"GET {url} answered {response.status_code}")
-            async for data in response.aiter_raw():
-                body += data
-                if len(body) > _MAX_BYTES:
-                    raise Unreachable(f"GET {url} answered more than {_MAX_BYTES} bytes")
+            await read_into(body, response, _MAX_BYTES + 1)
     except httpx.TransportError as error:
         raise Unreachable(f"GET {url}: {type(error).__name__} {error}".rstrip()) from error
+    if len(body) > _MAX_BYTES:
+        raise Unreachable(f"GET {url} answered more than {_MAX_BYTES} bytes")
     return bytes(body)
 
 
-def is_refused(error: BaseException | None) -> bool:
-    """Whether nobody listens at an address. A host that does not answer may be busy all the same."""
-    if error is None or isinstance(error, ConnectionRefusedError):
-        return error is not None
-    if isinstance(error, BaseExceptionGroup):
-        return bool(error.exceptions) and all(is_refused(inner) for inner in error.exceptions)
-    return is_refused(error.__cause__ or error.__context__)
+async def read_into(body: bytearray, response: httpx.Response, limit: int) -> None:
+    """Read a body up to a limit, as it was sent."""
+    async with aclosing(raw(response)) as stream:
+        async for data in stream:
+            body += data[: limit - len(body)]
+            if len(body) >= limit:
+                break
+
+
+def raw(response: httpx.Response) -> AsyncGenerator[bytes, None]:
+    """The bytes of a body, not decompressed."""
+    return cast("AsyncGenerator[bytes, None]", response.aiter_raw())  # httpx declares an iterator
+
+
+def is_refused(error: BaseException) -> bool:
+    """Whether no process listens at the address. A host that does not answer may still be running requests."""
+    return caused_by(error, lambda cause: isinstance(cause, ConnectionRefusedError))
 
 
 class _Load(msgspec.Struct):
@@ -87,9 +97,9 @@ class _Loads(msgspec.Struct):
 
 
 async def until_idle(get: Fetch, url: str) -> None:
-    """Wait until a server says that it runs no request. One that is gone, or publishes nothing, is not waited for.
+    """Wait until a server reports that it runs no request; return at once if it is gone or reports nothing.
 
-    It never gives up: whoever waits has a limit.
+    There is no timeout: the caller sets one.
     """
     clock = asyncio.get_running_loop().time
     seen: set[tuple[float, ...]] = set()  # the SGLang snapshots of an idle server
@@ -101,7 +111,7 @@ async def until_idle(get: Fetch, url: str) -> None:
             gauges = None if loads is not None else _GAUGES.findall(await get("/metrics") or b"")
         except Unreachable as error:
             if is_refused(error):
-                log.warning("idle_server_gone url=%s: a server that is not there runs nothing", url)
+                log.warning("idle_server_gone url=%s: nothing listens there, so it runs no request", url)
                 return
             seen, since = set(), None
         else:
@@ -113,7 +123,7 @@ async def until_idle(get: Fetch, url: str) -> None:
                 if len(seen) >= _SNAPSHOTS:
                     return
             elif not gauges:
-                log.warning("idle_unknown url=%s: it does not say whether it works; a pause is no barrier there", url)
+                log.warning("idle_unknown url=%s: it reports no request counts; requests may outlive a pause", url)
                 return
             elif any(float(value) for value in gauges):
                 since = None
@@ -125,7 +135,7 @@ async def until_idle(get: Fetch, url: str) -> None:
 
 
 def _read_loads(body: bytes) -> list[_Load] | None:
-    """The loads of SGLang's ranks; None from a server that answers something else there."""
+    """The loads of SGLang's ranks; None if the body is something else."""
     try:
         return msgspec.json.decode(body, type=_Loads).loads
     except msgspec.MsgspecError:
@@ -133,15 +143,15 @@ def _read_loads(body: bytes) -> list[_Load] | None:
 
 
 def checked_url(base_url: str) -> str:
-    """A URL of a server without a slash at its end, or InvalidConfig."""
+    """The URL of a server without a trailing slash, or InvalidConfig."""
     try:
         url = httpx.URL(base_url)
     except (httpx.InvalidURL, TypeError):
         url = httpx.URL("")
     if url.userinfo or url.query or url.fragment:
-        # Not shown: this is where keys are.
+        # The value is not shown: these parts contain keys.
         raise InvalidConfig(
-            "base_url has a user, a query or a fragment; expected none of them (give api_key, or a client)"
+            "base_url has a user, a query or a fragment; expected none of them (pass api_key or a client instead)"
         )
     if url.scheme not in ("http", "https") or not url.host:
         raise InvalidConfig(f"base_url is {base_url!r:.200}; expected a URL like 'http://127.0.0.1:8000/v1'")
@@ -149,7 +159,7 @@ def checked_url(base_url: str) -> str:
 
 
 def same_server(one: str, other: str) -> bool:
-    """Whether two URLs without /v1 name the same server, as far as their text says.
+    """Whether two URLs without /v1 name the same server. Compares the URLs only; resolves no names.
 
     >>> same_server("http://localhost:8000", "http://127.0.0.1:8000"), same_server("http://a:8000", "http://a:8001")
     (True, False)
@@ -163,11 +173,11 @@ def _without_alias(url: str) -> httpx.URL:
 
 
 def authorization(api_key: str | None) -> dict[str, str]:
-    """The header for a key, which no error shows."""
+    """The header for a key. Errors do not show the key."""
     if api_key is None:
         return {}
     if not isinstance(api_key, str) or not re.fullmatch(r"[!-~]+", api_key):
         raise InvalidConfig(
-            "api_key (not shown) is empty or cannot stand in a header; expected printable ASCII, no blanks"
+            "api_key (not shown) is empty or not allowed in a header; expected printable ASCII without spaces"
         )
     return {"Authorization": f"Bearer {api_key}"}

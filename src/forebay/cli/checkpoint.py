@@ -1,104 +1,30 @@
-"""`forebay checkpoint`: is it whole, and what is in it.
-
-`verify` promises that a checkpoint which it calls whole can be resumed: every checksum holds, every record and group
-decodes, and the ledgers close. `info` reads the manifest only, unless `--full` is asked for. Neither changes
-anything, and neither trusts what it reads.
-"""
+"""`forebay checkpoint`: verify a checkpoint of groups, and show what it contains. Changes nothing."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from forebay.checkpoint import Checkpoint, Manifest, open_checkpoint
-from forebay.cli import DAMAGED, Progress, one_line, progress_bar, show_json, size_text
-from forebay.codec import decode_account, decode_group, decode_record
-from forebay.errors import CheckpointError, DamagedData, InvalidInput
-from forebay.ledger import Account, End, Place
-from forebay.staleness import Limits
-
-__all__ = ["Contents", "check_contents", "checkpoint"]
-
-_REPORT_BYTES = 2**20
-_COLUMNS = ("issued", "buffered", *(str(end) for end in End), "cursor")
-
-
-class Contents(msgspec.Struct):
-    """What the entries of a checkpoint add up to, per task."""
-
-    groups: Counter[str]
-    tokens: Counter[str]
-    statuses: dict[str, Counter[str]]
-
-
-def check_contents(checkpoint: Checkpoint, progress: Progress | None = None) -> Contents:
-    """Read everything and check that it could be resumed; DamagedData says why not. One group in memory at a time."""
-    manifest, total = checkpoint.manifest, checkpoint.total_bytes
-    accounts = _accounts(manifest)
-    _limits(manifest)
-    contents = Contents(Counter(), Counter(), {task_name: Counter() for task_name in accounts})
-    seen: set[tuple[str, int]] = set()
-    last_uid = done = reported = 0
-    for data, frame in checkpoint.entries():
-        record = decode_record(data)
-        where = f"group {record.group_id} of task {record.task_name!r} (uid {record.uid})"
-        try:
-            decode_group(frame)
-        except DamagedData as error:
-            raise DamagedData(f"{where}: {error}") from None
-        if record.place is not Place.BUFFERED:
-            raise DamagedData(f"{where} is saved as {record.place}; a checkpoint holds buffered groups only")
-        if not last_uid < record.uid < manifest.next_uid or record.timestamp_id >= manifest.next_timestamp_id:
-            raise DamagedData(f"{where} does not follow uid {last_uid} below {manifest.next_uid}")
-        if (record.task_name, record.group_id) in seen:
-            raise DamagedData(f"{where} stands twice in the checkpoint")
-        if record.task_name not in accounts:
-            raise DamagedData(f"{where} is of a task that has no account")
-        seen.add((record.task_name, record.group_id))
-        last_uid = record.uid
-        contents.groups[record.task_name] += 1
-        contents.tokens[record.task_name] += record.tokens
-        contents.statuses[record.task_name][str(record.status)] += 1
-        done += len(data) + len(frame)
-        if progress is not None and done - reported >= _REPORT_BYTES:
-            progress(done, total)
-            reported = done
-    for task_name, account in accounts.items():
-        held = contents.groups[task_name] + sum(account.ended.values())
-        if held != account.issued:
-            raise DamagedData(
-                f"the ledger of task {task_name!r} does not close: {account.issued} groups were issued, "
-                f"{held} are accounted for"
-            )
-    if progress is not None:
-        progress(total, total)
-    return contents
-
-
-def _accounts(manifest: Manifest) -> dict[str, Account]:
-    return {task_name: decode_account(data) for task_name, data in manifest.accounts.items()}
-
-
-def _limits(manifest: Manifest) -> dict[str, Limits]:
-    try:
-        return msgspec.convert(manifest.extra.get("limits", {}), dict[str, Limits])
-    except (msgspec.ValidationError, InvalidInput) as error:
-        raise DamagedData(f"the limits of the checkpoint cannot be read: {error}") from None
+from forebay.checkpoint.format import Checkpoint, Contents, check_contents, open_checkpoint, saved_accounts
+from forebay.cli import show
+from forebay.core.ledger import End
+from forebay.core.report import date_text, size_text
+from forebay.core.staleness import NO_LIMITS
+from forebay.errors import DamagedData, ForebayError, InvalidInput
 
 
 @contextmanager
-def _of_groups(path: Path) -> Iterator[None]:
-    """Trajectories have a command of their own, and who asks here is told so."""
+def _opened(path: Path) -> Iterator[Checkpoint]:
+    """The checkpoint at a path; an error that names the right command if it holds trajectories."""
     try:
-        yield
-    except (DamagedData, CheckpointError):
+        with open_checkpoint(path) as opened:
+            yield opened
+    except ForebayError:
         from forebay.trajectory.checkup import is_trajectories
 
         if is_trajectories(path):
@@ -108,112 +34,100 @@ def _of_groups(path: Path) -> Iterator[None]:
 
 @click.group()
 def checkpoint() -> None:
-    """Verify checkpoints and look into them."""
+    """Verify checkpoints of groups, and show what they contain."""
 
 
 @checkpoint.command()
-@click.argument("path", type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-@click.pass_context
-def verify(ctx: click.Context, path: Path, as_json: bool) -> None:
-    """Read the checkpoint at PATH and check all of it.
+@show.path_argument
+@show.json_option
+def verify(path: Path) -> None:
+    """Read all of the checkpoint at PATH and check it.
 
-    Checksums, records, groups and ledgers: what is called whole can be resumed. Exit code 3 if it is damaged.
+    Checks checksums, records, groups and ledgers. A checkpoint without a fault can be resumed. Exit code 3 if it is
+    damaged.
     """
+    result: dict[str, Any] = {"path": str(path), "whole": True}
     try:
-        with _of_groups(path), open_checkpoint(path) as opened, progress_bar("verifying") as progress:
-            manifest, total = opened.manifest, opened.total_bytes
+        with _opened(path) as opened, show.progress_bar("verifying") as progress:
             groups = check_contents(opened, progress).groups.total()
+            result |= {"groups": groups, "bytes": opened.file.bytes, "model_step": opened.manifest.model_step}
     except DamagedData as error:
-        if as_json:
-            show_json({"path": str(path), "whole": False, "error": str(error)})
-        click.echo(f"forebay: {one_line(path)} is damaged: {one_line(error)}", err=True)
-        ctx.exit(DAMAGED)
-    if as_json:
-        result = {"groups": groups, "bytes": total, "model_step": manifest.model_step}
-        show_json({"path": str(path), "whole": True, **result})
-        return
-    step = "no model step" if manifest.model_step is None else f"model step {manifest.model_step}"
-    click.echo(f"{one_line(path)}: {groups:,} groups, {size_text(total)}, {step}: whole")
+        show.result({**result, "whole": False, "error": str(error)}, lambda _: None)
+        raise DamagedData(f"{path} is damaged: {error}") from None
+    show.result(result, _print_verified)
+
+
+def _print_verified(result: dict[str, Any]) -> None:
+    step = "no model step" if result["model_step"] is None else f"model step {result['model_step']}"
+    size = size_text(result["bytes"])
+    click.echo(f"{show.one_line(result['path'])}: {result['groups']:,} groups, {size}, {step}: whole")
 
 
 @checkpoint.command()
-@click.argument("path", type=click.Path(path_type=Path))
-@click.option("--full", is_flag=True, help="Read and check the groups, too: adds tokens and statuses per task.")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def info(path: Path, full: bool, as_json: bool) -> None:
-    """Say what the checkpoint at PATH is of.
+@show.path_argument
+@click.option("--full", is_flag=True, help="Also read and check the groups; adds tokens and statuses per task.")
+@show.json_option
+def info(path: Path, full: bool) -> None:
+    """Show what the checkpoint at PATH contains.
 
-    Reads its manifest only, and checks that its files are there, so it is quick at any size; the buffered groups of a
-    task are then what its ledger leaves over. With --full they are counted.
+    Reads only the manifest and checks that its files exist, so it is quick at any size. The number of buffered groups
+    then follows from the ledger; with --full the groups are read and counted.
     """
-    with _of_groups(path), open_checkpoint(path) as opened, progress_bar("reading") as progress:
+    with _opened(path) as opened, show.progress_bar("reading") as progress:
         contents = check_contents(opened, progress) if full else None
-        described = _described(path, opened, contents)
-    if as_json:
-        show_json(described)
-    else:
-        _show(described)
+        result = _described(path, opened, contents)
+    show.result(result, _print)
 
 
 def _described(path: Path, opened: Checkpoint, contents: Contents | None) -> dict[str, Any]:
     manifest = opened.manifest
-    tasks = {}
-    for task_name, account in sorted(_accounts(manifest).items()):
+    tasks, limits = {}, {}
+    for task_name, account in sorted(saved_accounts(manifest).items()):
+        if account.limits != NO_LIMITS:
+            limits[task_name] = msgspec.structs.asdict(account.limits)
         ended = {str(end): account.ended.get(end, 0) for end in End}
         buffered = account.issued - sum(ended.values())
         tasks[task_name] = {"issued": account.issued, "buffered": buffered, **ended, "cursor": account.cursor}
         if contents is not None:
             tasks[task_name]["tokens"] = contents.tokens[task_name]
-    described = {
+    result = {
         "path": str(path),
         "created_at": manifest.created_at,
-        "created": _date(manifest.created_at),
+        "created": date_text(manifest.created_at),
         "forebay_version": manifest.forebay_version,
         "model_step": manifest.model_step,
         "store_id": manifest.store_id,
-        "bytes": opened.total_bytes,
-        "groups": sum(file.entries for file in manifest.files),
+        "bytes": opened.file.bytes,
+        "groups": opened.file.entries,
         "tasks": tasks,
-        "limits": {name: msgspec.structs.asdict(limits) for name, limits in sorted(_limits(manifest).items())},
+        "limits": limits,
     }
     if contents is not None:
-        described["statuses"] = {name: dict(found) for name, found in sorted(contents.statuses.items())}
-    return described
+        result["statuses"] = {name: dict(found) for name, found in sorted(contents.statuses.items())}
+    return result
 
 
-def _date(seconds: float) -> str | None:
-    try:
-        return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="seconds")
-    except (ValueError, OverflowError, OSError):
-        return None
-
-
-def _show(described: dict[str, Any]) -> None:
-    facts = {
-        "checkpoint": described["path"],
-        "created": described["created"] or "at an impossible time",
-        "Forebay": described["forebay_version"] or "unknown",
-        "model step": "none" if described["model_step"] is None else described["model_step"],
-        "store": described["store_id"] or "none (it was saved from memory)",
-        "size": size_text(described["bytes"]),
-        "groups": f"{described['groups']:,}",
-    }
-    for name, value in facts.items():
-        click.echo(f"{name:<12}{one_line(value)}")
-    columns = [*_COLUMNS, *(["tokens"] if "statuses" in described else [])]
-    lines = [["task", *columns]]
-    lines += [[one_line(task), *(f"{row[name]:,}" for name in columns)] for task, row in described["tasks"].items()]
-    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+def _print(result: dict[str, Any]) -> None:
+    show.facts(
+        {
+            "checkpoint": result["path"],
+            "created": result["created"],
+            "Forebay": result["forebay_version"] or "unknown",
+            "model step": "none" if result["model_step"] is None else result["model_step"],
+            "store": result["store_id"] or "none (it was saved from memory)",
+            "size": size_text(result["bytes"]),
+            "groups": f"{result['groups']:,}",
+        }
+    )
+    columns: dict[str, int] = next(iter(result["tasks"].values()), {})
     click.echo()
-    for first, *rest in lines:
-        numbers = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
-        click.echo("  ".join((first.ljust(widths[0]), *numbers)))
-    for task_name, statuses in described.get("statuses", {}).items():
+    show.table(["task", *columns], [[task_name, *row.values()] for task_name, row in result["tasks"].items()])
+    lines = []
+    for task_name, statuses in result.get("statuses", {}).items():
         found = ", ".join(f"{groups:,} {status}" for status, groups in sorted(statuses.items()))
-        click.echo(f"\nbuffered of {one_line(task_name)}: {found or 'nothing'}", nl=False)
-    for task_name, limits in described["limits"].items():
-        kept = ", ".join(f"{name} {'none' if value is None else value}" for name, value in limits.items())
-        click.echo(f"\nlimits of {one_line(task_name)}: {kept}", nl=False)
-    if described.get("statuses") or described["limits"]:
-        click.echo()
+        lines.append(f"buffered of {show.one_line(task_name)}: {found or 'nothing'}")
+    for task_name, limits in result["limits"].items():
+        values = ", ".join(f"{name} {'none' if value is None else value}" for name, value in limits.items())
+        lines.append(f"limits of {show.one_line(task_name)}: {values}")
+    if lines:
+        click.echo("\n" + "\n".join(lines))

@@ -1,8 +1,4 @@
-"""`forebay demo`: a small language model that learns through Forebay, on two CPU cores, from nothing.
-
-The example itself is `examples/tiny_grpo` (in a checkout, or packed with the wheel); this finds it and gives it its
-settings.
-"""
+"""`forebay demo`: finds and runs the example `tiny_grpo`, which is part of the repository and of the wheel."""
 
 from __future__ import annotations
 
@@ -12,56 +8,58 @@ import importlib.util
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import click
 
 from forebay.cli import INTERRUPTED
 
-__all__ = ["demo"]
-
 
 def _example() -> Path:
-    """The directory that `tiny_grpo` is in."""
+    """The directory that contains `tiny_grpo`."""
     package = Path(__file__).resolve().parent.parent
-    places = (package / "_examples", package.parent.parent / "examples")
-    for place in places:
-        if (place / "tiny_grpo" / "run.py").exists():
-            return place
-    raise click.ClickException("the example tiny_grpo is not here; it comes with the wheel and with a checkout")
+    for directory in (package / "_examples", package.parent.parent / "examples"):
+        if (directory / "tiny_grpo" / "run.py").exists():
+            return directory
+    raise click.ClickException(
+        "the example tiny_grpo is missing; install the wheel, or use a checkout of the repository"
+    )
 
 
 @click.command()
-@click.option("--steps", default=400, show_default=True, type=click.IntRange(1), help="Train steps.")
-@click.option("--seed", default=0, show_default=True, help="Of weights, prompts and sampling.")
-@click.option("--tasks", help="Some of the tasks, with commas between them (default: all).")
-@click.option("--colocated", is_flag=True, help="Generate and train in turns, instead of at the same time.")
-@click.option("--ray", is_flag=True, help="Buffer and engines as Ray actors (of RAY_ADDRESS, or a Ray of its own).")
-@click.option("--engines", type=click.IntRange(1), help="Engine actors, with --ray (default: 1).")
-@click.option("--storage", type=click.Choice(["memory", "sqlite"]), help="Where groups live (default: memory).")
-@click.option("--runs", default="runs", show_default=True, type=click.Path(path_type=Path), help="Where runs are kept.")
-@click.option("--name", help="Of the run (default: the next free of demo-1, demo-2, ...).")
-@click.option("--resume", is_flag=True, help="Go on with a run (default: the last one).")
+@click.option("--steps", default=400, show_default=True, type=click.IntRange(1), help="Number of train steps.")
+@click.option("--seed", default=0, show_default=True, help="Seed of weights, prompts and sampling.")
+@click.option("--tasks", help="Tasks, separated by commas (default: all).")
+@click.option("--colocated", is_flag=True, help="Generate and train in turns instead of at the same time.")
+@click.option("--ray", is_flag=True, help="Run buffer and engines as Ray actors (RAY_ADDRESS, or a new local Ray).")
+@click.option("--engines", type=click.IntRange(1), help="Number of engine actors, with --ray (default: 1).")
+@click.option("--storage", type=click.Choice(["memory", "sqlite"]), help="Where groups are stored (default: memory).")
+@click.option(
+    "--runs", default="runs", show_default=True, type=click.Path(path_type=Path), help="Directory of all runs."
+)
+@click.option("--name", help="Name of the run (default: the next free of demo-1, demo-2, ...).")
+@click.option("--resume", is_flag=True, help="Continue a run (default: the last one).")
 @click.option("--save-every", default=20, show_default=True, type=click.IntRange(1), help="Steps between checkpoints.")
-@click.option("--crash-test", is_flag=True, help="Kill the training at random moments, resume it, check the account.")
-@click.option("--kills", default=5, show_default=True, type=click.IntRange(1), help="Of the crash test.")
+@click.option("--crash-test", is_flag=True, help="Kill the training at random moments, resume it, check its ledger.")
+@click.option(
+    "--kills", default=5, show_default=True, type=click.IntRange(1), help="Number of kills of the crash test."
+)
 def demo(
     steps: int,
-    seed: int,
     tasks: str | None,
-    colocated: bool,
     ray: bool,
     engines: int | None,
     storage: str | None,
     runs: Path,
     name: str | None,
     resume: bool,
-    save_every: int,
     crash_test: bool,
     kills: int,
+    **options: Any,
 ) -> None:
-    """Train a small transformer by GRPO, through Forebay, on two CPU cores.
+    """Train a small transformer with GRPO on two CPU cores.
 
-    One to two minutes. Leaves runs/NAME/report.html; Ctrl-C leaves a checkpoint, and --resume goes on from it.
+    Takes one to two minutes and writes runs/NAME/report.html. Ctrl-C saves a checkpoint; --resume continues from it.
     """
     sys.path.insert(0, str(_example()))
     try:
@@ -77,21 +75,19 @@ def demo(
         raise click.ClickException("--ray needs Ray: pip install 'forebay[ray]'")
     cluster = importlib.import_module("tiny_grpo.cluster").ray_cluster() if ray else nullcontext()
     if name is not None and (Path(name).name != name or name in (".", "..")):
-        raise click.BadParameter(f"{name!r} is no plain name of a directory", param_hint="--name")
+        raise click.BadParameter(f"{name!r} is not a plain directory name", param_hint="--name")
     out = runs / (name or _free_name(runs, last=resume))
     if resume and not (out / "steps.jsonl").exists():
         raise click.ClickException(f"there is no run to resume in {out}")
-    options = {} if tasks is None else {"tasks": tuple(task.strip() for task in tasks.split(","))}
+    if tasks is not None:
+        options["tasks"] = tuple(task.strip() for task in tasks.split(","))
     try:
         settings = settings_of(
             steps=steps,
-            seed=seed,
-            colocated=colocated,
             engine_actors=(engines or 1) if ray else 0,
             storage=storage or ("sqlite" if crash_test else "memory"),
             out=out,
             resume=resume,
-            save_every=save_every,
             **options,
         )
     except ValueError as wrong:

@@ -1,90 +1,98 @@
-"""`forebay doctor`: shows what `forebay.doctor` finds.
+"""`forebay doctor`: check this machine, a SQLite store or a directory of trajectories.
 
-Exit code 1 if an error remains. Only `--fix` changes anything, and it says what it changed.
+Only `--fix` changes anything, and it prints what it changed.
 """
 
 from __future__ import annotations
 
+import platform
+import sqlite3
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import click
-import msgspec
 
 from forebay import __version__
-from forebay.cli import one_line, progress_bar, show_json
-from forebay.doctor import Finding, Level, examine_installation, examine_store, repair_store
+from forebay.cli import show
+from forebay.core.report import Finding, Level
+from forebay.storage.sqlite.doctor import examine_file_system, examine_library, examine_store, repair_store
 
-__all__ = ["doctor", "show_findings"]
-
-_COLOURS = {Level.OK: "green", Level.WARNING: "yellow", Level.ERROR: "red"}
+_EXTRAS = ("pandas", "asyncpg", "httpx", "torch", "ray")
 
 
 @click.command()
 @click.argument("store", type=click.Path(path_type=Path), required=False)
-@click.option("--fix", is_flag=True, help="Mend what an accident left in STORE; no process may have it open.")
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.option("--fix", is_flag=True, help="Repair STORE after an accident; no process may have it open.")
+@show.json_option
 @click.pass_context
-def doctor(ctx: click.Context, store: Path | None, fix: bool, as_json: bool) -> None:
-    """Check this installation, or the SQLite store or directory of trajectories at the path STORE.
+def doctor(ctx: click.Context, store: Path | None, fix: bool) -> None:
+    """Check this machine, a SQLite store, or trajectories.
 
-    A store is read only, and may be in use. With --fix, groups whose payload is lost end as failed, payloads without
-    a row are deleted, an interrupted restore is emptied and the write-ahead log written back; nothing else is touched.
-    Exit code 1 if an error remains.
+    STORE is the path of a SQLite store or of a directory of trajectories; without it this machine is checked. Without
+    --fix nothing is changed, and STORE may be in use. With --fix, groups whose payload is lost end as failed, payloads
+    without a row are deleted, the rest of an interrupted restore is removed, and the write-ahead log is written back;
+    nothing else is changed. Exit code 1 if an error remains.
     """
     fixed: list[str] = []
     if store is None:
         if fix:
-            raise click.UsageError("--fix needs the path of a STORE to mend")
-        findings = examine_installation(Path.cwd())
-    elif _has_trajectories(store):
+            raise click.UsageError("--fix needs the path of the STORE to repair")
+        findings = list(examine_machine(Path.cwd()))
+    elif store.is_dir() and _has_trajectories(store):
         if fix:
-            raise click.UsageError("--fix is for SQLite stores; trajectories are mended when a buffer opens them")
+            raise click.UsageError("--fix is for SQLite stores; a trajectory store repairs itself when it is opened")
         from forebay.trajectory.checkup import verify
 
-        with progress_bar("verifying") as progress:
+        with show.progress_bar("verifying") as progress:
             findings = verify(store, progress)
     else:
         if fix:
-            with progress_bar("mending") as progress:
+            with show.progress_bar("repairing") as progress:
                 fixed = repair_store(store, progress)
-        with progress_bar("reading payloads") as progress:
+        with show.progress_bar("reading payloads") as progress:
             findings = examine_store(store, progress)
-    if as_json:
-        show_json(
-            {
-                "forebay_version": __version__,
-                "store": None if store is None else str(store),
-                "fixed": fixed,
-                "findings": msgspec.to_builtins(findings),
-            }
-        )
-    else:
-        _show(findings, fixed, fix=fix)
+    path = None if store is None else str(store)
+    result = {"forebay_version": __version__, "store": path, "fixed": fixed, "findings": findings}
+    show.result(result, lambda _: _print(fixed or ["nothing"] * fix, findings))
     if any(finding.level is Level.ERROR for finding in findings):
         ctx.exit(1)
 
 
 def _has_trajectories(path: Path) -> bool:
-    if not path.is_dir():
-        return False
     from forebay.trajectory.checkup import is_trajectories
 
     return is_trajectories(path)
 
 
-def _show(findings: list[Finding], fixed: list[str], *, fix: bool) -> None:
+def _print(fixed: list[str], findings: list[Finding]) -> None:
     for action in fixed:
-        click.echo(f"fixed: {one_line(action)}")
-    if fix and not fixed:
-        click.echo("fixed: nothing")
-    show_findings(findings)
+        click.echo(f"fixed: {show.one_line(action)}")
+    show.findings(findings)
 
 
-def show_findings(findings: list[Finding]) -> None:
-    """A line for each, and one for what to do."""
-    width = max(len(finding.name) for finding in findings)
-    for finding in findings:
-        level = click.style(f"{finding.level.value:<8}", fg=_COLOURS[finding.level])
-        click.echo(f"{level} {finding.name:<{width}}  {one_line(finding.message)}")
-        if finding.advice is not None:
-            click.echo(f"{'':<8} {'':<{width}}  -> {one_line(finding.advice)}")
+def examine_machine(directory: Path) -> Iterator[Finding]:
+    """Check Python, SQLite, packages, and the file system of a directory. Imports no optional package."""
+    yield Finding("python", Level.OK, f"Python {platform.python_version()} (3.11 or newer is needed)")
+    yield examine_library(sqlite3.sqlite_version)
+    for package in ("forebay", "msgspec", "numpy", "click"):
+        found = _version(package)
+        level = Level.WARNING if found is None else Level.OK
+        yield Finding(package, level, f"{package} {found or 'has no metadata that tells its version'}")
+    extras = {package: _version(package) for package in _EXTRAS}
+    installed = ", ".join(f"{package} {found}" for package, found in extras.items() if found is not None)
+    missing = ", ".join(package for package, found in extras.items() if found is None)
+    advice = f"install those that you use: {missing}" if missing else None
+    yield Finding("extras", Level.OK, f"installed: {installed or 'none'}; not installed: {missing or 'none'}", advice)
+    finding = examine_file_system(directory / "store.db")
+    if finding.level is not Level.OK:
+        message = "the current directory is on a network file system"
+        finding = Finding(finding.name, Level.WARNING, message, finding.advice)
+    yield finding
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,7 +1,6 @@
-"""How an inference server is given new weights: in an order that is safe, and checked. Needs the extra `http`."""
+"""Controls of inference servers: load new weights in a safe order, and check them. Needs the extra `http`."""
 
 from forebay.engines.control import EngineControl, Producer, WeightUpdate
-from forebay.engines.sglang import SGLangControl
-from forebay.engines.vllm import VLLMControl
+from forebay.engines.servers import SGLangControl, VLLMControl
 
 __all__ = ["EngineControl", "Producer", "SGLangControl", "VLLMControl", "WeightUpdate"]

@@ -1,16 +1,16 @@
-"""One server and its weights: pause, idle, load, check, flush, version, continue, in one call.
+"""`EngineControl`: the weights of one server. Pause, idle, load, check, flush, version, continue, in one call.
 
 What `update_weights` promises
-- Weights are loaded only while the server runs no request: one that it still works on would continue over a cache of
-  old weights, and its tokens would be stamped with new ones.
+- Weights are loaded only while the server runs no request: a running request would continue on a cache of old weights,
+  and its tokens would be recorded with the new version.
 - It returns only if the server took all of the weights (its checksums changed exactly where the files did), dropped the
   cache of the old ones, and reports the new version. Otherwise it raises, the producer stays paused, nothing is lost,
-  and the call can be repeated. Until it succeeds no token of that server counts (see `agent_loop.gate`).
-- A server that is away, or restarts meanwhile, is waited for, and the update is repeated from its beginning. After
-  `down_timeout_s` it is EngineUnavailable.
-- Files that would break the server (missing, foreign or misshapen tensors) are refused before it is touched.
+  and the call can be repeated. Until it succeeds no token of that server counts (see `agent_loop.monitor`).
+- If the server is unreachable, or restarts meanwhile, the update waits for it and starts over. After `down_timeout_s`
+  it raises EngineUnavailable.
+- Files that would break the server (missing, unknown or misshapen tensors) are refused before the server is touched.
 
-A control has no connection of its own to close, and can be used from any event loop: each call makes a fresh one.
+A control has no connections to close, and can be used from any event loop: each call makes a new connection.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -28,16 +29,14 @@ from typing import Protocol, TypeVar
 import httpx
 import msgspec
 
-from forebay.agent_loop.gate import EngineGone, Process, ServerGate, Unreachable, is_step
+from forebay.agent_loop.monitor import EngineGone, Process, ServerMonitor, Unreachable, is_step
 from forebay.agent_loop.names import NamedHosts
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.agent_loop.server import authorization, checked_url, fetch, is_refused
-from forebay.checks import whole_number
+from forebay.core.aio import Turns, in_thread, see_through
+from forebay.core.validate import checked_integer, positive_seconds
 from forebay.engines.weights import Checksums, Tensor, check_reloadable, check_same_tensors, check_update, read_weights
 from forebay.errors import EngineError, EngineUnavailable, InvalidConfig
-from forebay.threads import Turns, in_thread, see_through
-
-__all__ = ["Checksums", "EngineControl", "Producer", "WeightUpdate"]
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +46,7 @@ _QUOTED = 300
 
 
 class Producer(Protocol):
-    """What is paused around an update: a `DisaggregatedAgentLoopManager`, say."""
+    """A producer that an update pauses, such as a `DisaggregatedAgentLoopManager`."""
 
     async def pause_produce(self) -> float: ...
 
@@ -55,34 +54,34 @@ class Producer(Protocol):
 
 
 class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """An update that succeeded. Tensors are counted by the server's names, which may stand for several on disk."""
+    """A successful update. Tensors are counted by the server's names, which may combine several tensors on disk."""
 
     model_step: int
     path: str
     checked: int  # tensors of the server that changed exactly as their files did
-    unchecked: int  # tensors of the files that the server does not show by a name we know
+    unchecked: int  # tensors of the files that the server lists under no known name
     seconds: float
 
 
 class _Loaded(msgspec.Struct, frozen=True):
-    """Weights that a process of the server is known to have, or to have had when it started."""
+    """The weights that a process of the server has, or had when it started."""
 
     process: Process
     path: Path
     tensors: dict[str, Tensor]
-    checksums: dict[str, dict[str, str]]
+    checksums: Checksums
 
 
 class EngineControl(ABC):
-    """Gives a server its weights. Not made directly: see `VLLMControl`, `SGLangControl`.
+    """Loads weights into a server. Abstract: use `VLLMControl` or `SGLangControl`.
 
     - `url`: the root of the server, like `http://127.0.0.1:8000`.
     - `weights`: the directory that the server was started with, to compare the first update with; by default the server
-      is asked for it. One that cannot be read here leaves the first update unchecked (it is logged).
-    - `verify`: compare checksums. It reads every file of weights once; without it a server may take half of an update.
-    - `trust_restarts`: the server loads the current weights by itself whenever it starts.
-    - `idle_timeout_s`, `load_timeout_s`: how long it may take to run dry, and to load weights.
-    - `down_timeout_s`: how long `update_weights` waits for a server that is away.
+      is asked for it. If it cannot be read here, the first update is not checked (this is logged).
+    - `verify`: compare checksums. This reads every file of weights once. Without it, a partial update is not noticed.
+    - `trust_restarts`: the server loads the current weights itself whenever it starts.
+    - `idle_timeout_s`, `load_timeout_s`: how long the server may take to become idle, and to load weights.
+    - `down_timeout_s`: how long `update_weights` waits for an unreachable server.
 
         control = VLLMControl("http://127.0.0.1:8000")
         loop = OpenAIAgentLoop("http://127.0.0.1:8000/v1", "policy", engine=control)
@@ -104,36 +103,34 @@ class EngineControl(ABC):
         self.url = checked_url(url)
         if self.url.endswith("/v1"):
             raise InvalidConfig(f"url is {url!r:.200}; expected the root of the server, without /v1")
-        for name, value in (("idle_timeout_s", idle_timeout_s), ("load_timeout_s", load_timeout_s)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                raise InvalidConfig(f"{name} is {value!r}; expected a positive number of seconds")
         self.verify = bool(verify)
-        self.idle_timeout_s, self.load_timeout_s = float(idle_timeout_s), float(load_timeout_s)
-        self.down_timeout_s = Outage(self.url, down_timeout_s).down_timeout_s
-        self.gate = ServerGate(self.url, self._get, trust_restarts=trust_restarts, controlled=True)
+        self.idle_timeout_s = positive_seconds("idle_timeout_s", idle_timeout_s)
+        self.load_timeout_s = positive_seconds("load_timeout_s", load_timeout_s)
+        self.down_timeout_s = positive_seconds("down_timeout_s", down_timeout_s)
+        self.monitor = ServerMonitor(self.url, self._get, trust_restarts=trust_restarts, controlled=True)
         self._weights = None if weights is None else _absolute(weights)
         self._headers = authorization(api_key)
         self._tls = httpx.create_ssl_context() if self.url.startswith("https:") else False
         self._turns = Turns()
         self._loaded: _Loaded | None = None
-        self._before: _Loaded | None = None  # what an update is compared with
+        self._before: _Loaded | None = None  # the next update is compared with these
         self._step: int | None = None
-        self._updating: Outage | None = None  # of an update that runs
-        self._stage: tuple[str, float] | None = None  # what is waited for, and since when
-        self._held = False  # the server is kept from generating, because it may have broken weights
+        self._updating: Outage | None = None  # of the update in progress
+        self._stage: tuple[str, float] | None = None  # why the control waits, and since when
+        self._held = False  # the server must not generate: its weights may be broken
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.url}>"
 
     def explain_wait(self) -> str | None:
-        """What an update, or `idle`, waits for at the moment, for people; None if nothing runs."""
+        """Why an update, or `idle`, waits now, for people; None if none is in progress."""
         away = None if self._updating is None else self._updating.describe()
         if away is not None:
             return f"update_weights waits: {away}"
         if self._stage is None:
             return None
         what, since = self._stage
-        return f"{self.url}: {what} for {time.monotonic() - since:.1f} s"
+        return f"{self.url} {what}, for {time.monotonic() - since:.1f} s so far"
 
     @contextmanager
     def _at(self, stage: str) -> Iterator[None]:
@@ -143,29 +140,29 @@ class EngineControl(ABC):
         finally:
             self._stage = before
 
-    # --- verbs ----------------------------------------------------------------------------------------
+    # --- for users ------------------------------------------------------------------------------------
 
     async def idle(self) -> None:
-        """Return when the server has stopped our requests (and all others: it does not tell them apart).
+        """Return when the server has stopped our requests (and all others: it does not distinguish them).
 
-        EngineError if it does not within `idle_timeout_s`. A server that cannot be reached runs nothing.
+        EngineError if it has not within `idle_timeout_s`. If nothing listens at its address, it runs no request.
         """
         if self._held:
             return
         try:
-            with self._at(f"it still runs requests (idle_timeout_s is {self.idle_timeout_s:g})"):
+            with self._at(f"still runs requests (idle_timeout_s is {self.idle_timeout_s:g})"):
                 await self._hold()
         except EngineGone as gone:
             log.warning("idle_server_gone url=%s error=%s", self.url, gone)
         except BaseException:
-            with suppress(EngineError):  # what ended the wait says more
-                await self._let_go()
+            with suppress(EngineError):  # the first error explains more
+                await self._release_unless_held()
             raise
         else:
-            await self._let_go()
+            await self._release_unless_held()
 
-    async def _let_go(self) -> None:
-        """Let the server generate again, unless an update holds it; also when cancelled."""
+    async def _release_unless_held(self) -> None:
+        """Let the server generate again, unless an update holds it; completes also when cancelled."""
         if self._held:
             return
         releasing = asyncio.ensure_future(self._release())
@@ -177,11 +174,11 @@ class EngineControl(ABC):
     async def update_weights(
         self, path: str | PathLike[str], *, model_step: int, manager: Producer | None = None
     ) -> WeightUpdate:
-        """Load weights from a directory that the server can read, in the safe order. See the top of this file.
+        """Load weights from a directory that the server can read, in a safe order. See the top of this file.
 
-        `manager`: paused before and continued afterwards; without one, nothing of yours may be generating.
+        `manager`: paused before and continued afterwards; without one, pause all producers of this server yourself.
         """
-        whole_number("model_step", model_step, least=0)
+        checked_integer("model_step", model_step, least=0)
         directory, began = _absolute(path), time.monotonic()
         outage = Outage(self.url, self.down_timeout_s)
         async with self._turns(), self._update_of(outage):
@@ -189,20 +186,20 @@ class EngineControl(ABC):
             while True:
                 process: Process | None = None
                 try:
-                    process = await self._asked(self.gate.started())
+                    process = await self._reachable(self.monitor.find_start())
                     checked, unchecked = await self._update(directory, tensors, model_step, process, manager)
                     break
                 except EngineError as error:
                     if not await self._is_away(error, process):
                         raise
                     if manager is not None:
-                        with suppress(EngineError):  # it is paused all the same, and asked again by the next attempt
+                        with suppress(EngineError):  # it is paused nevertheless; the next attempt pauses it again
                             await manager.pause_produce()
                     try:
-                        await outage.wait(str(error), self.gate.ask)
+                        await outage.wait(str(error), self.monitor.find_process)
                     except EngineUnavailable as unavailable:
                         raise EngineUnavailable(
-                            f"the weights of step {model_step} were not loaded; update them again. {unavailable}"
+                            f"the weights of step {model_step} were not loaded; repeat the update. {unavailable}"
                         ) from error
             outage.over()
             if manager is not None:
@@ -222,36 +219,34 @@ class EngineControl(ABC):
             self._updating = None
 
     async def version(self) -> str | None:
-        """The version that the server says its weights have."""
+        """The version that the server reports for its weights."""
         try:
-            return await self.gate.version()
+            return await self.monitor.version()
         except Unreachable as error:
             raise EngineError(f"{self.url} does not say which weights it has: {error}") from error
 
     async def _is_away(self, error: EngineError, process: Process | None) -> bool:
-        """Whether an attempt failed because the server is away, or is not the process any more that it began with."""
+        """Whether an attempt failed because the server is unreachable, or was replaced by another process."""
         if process is None or isinstance(error, EngineGone):
             return True
         try:
-            return await self.gate.started() != process
+            return await self.monitor.find_start() != process
         except Unreachable:
             return True
 
-    # --- the order ------------------------------------------------------------------------------------
+    # --- the steps of an update -----------------------------------------------------------------------
 
     async def _update(
         self, directory: Path, tensors: dict[str, Tensor], model_step: int, process: Process, manager: Producer | None
     ) -> tuple[int, int]:
-        """One attempt at an update, which leaves the manager paused."""
+        """One attempt at an update. The manager is paused afterwards."""
         baseline = await self._baseline(process)
         for known in (baseline, self._loaded):
             if known is not None and self.verify:
                 check_same_tensors(tensors, known.tensors, directory)
         if manager is not None:
             await manager.pause_produce()
-        return await self._load(
-            directory, tensors, model_step, process, lambda checksums: self._check(baseline, tensors, checksums)
-        )
+        return await self._load(directory, tensors, model_step, process, partial(self._check, baseline, tensors))
 
     async def _load(
         self,
@@ -261,21 +256,21 @@ class EngineControl(ABC):
         started: Process,
         check: Callable[[Checksums], tuple[int, int]],
     ) -> tuple[int, int]:
-        """Load and check; how many tensors were checked, and how many could not be."""
+        """Load and check; the number of tensors that were checked, and of those that could not be."""
         held, self._held = self._held, True
         try:
-            with self._at(f"it still runs requests (idle_timeout_s is {self.idle_timeout_s:g})"):
+            with self._at(f"still runs requests (idle_timeout_s is {self.idle_timeout_s:g})"):
                 await self._hold()
             if self.verify:
                 check_reloadable(await self._checksums(), self.url)
         except BaseException:
             self._held = held
             with suppress(EngineError):
-                await self._let_go()
+                await self._release_unless_held()
             raise
-        self.gate.doubt("an update of its weights has begun, and has not ended")
+        self.monitor.doubt("an update of its weights has begun and has not ended")
         try:
-            with self._at(f"it loads the weights of step {model_step} (load_timeout_s is {self.load_timeout_s:g})"):
+            with self._at(f"loads the weights of step {model_step} (load_timeout_s is {self.load_timeout_s:g})"):
                 await self._load_weights(directory, str(model_step))
             checksums = await self._checksums() if self.verify else {}
             counts = check(checksums)
@@ -286,42 +281,37 @@ class EngineControl(ABC):
                 raise EngineError(
                     f"{self.url} was given the weights of step {model_step}, but reports version {found!r}"
                 )
-            process = await self._asked(self.gate.ask())
-            if await self._asked(self.gate.started()) != started:
+            process = await self._reachable(self.monitor.find_process())
+            if await self._reachable(self.monitor.find_start()) != started:
                 raise EngineGone(f"{self.url} restarted during an update of its weights")
         except BaseException as error:
-            self.gate.doubt(f"an update to step {model_step} failed: {type(error).__name__} {error}".rstrip())
+            self.monitor.doubt(f"an update to step {model_step} failed: {type(error).__name__} {error}".rstrip())
             raise
-        self._loaded, self._step = _Loaded(started, directory, tensors, _plain(checksums)), model_step
+        self._loaded, self._step = _Loaded(started, directory, tensors, checksums), model_step
         self._before = self._loaded
         self._held = False
-        await self._let_go()
-        self.gate.loaded(model_step, process)
-        self.gate.reload = self._reload
+        await self._release_unless_held()
+        self.monitor.set_loaded(model_step, process)
+        self.monitor.reload = self._reload
         return counts
 
     async def _reload(self) -> None:
-        """The server restarted: give it again what it had."""
+        """The server restarted: load the same weights again."""
         async with self._turns():
             loaded, step = self._loaded, self._step
-            if not self.gate.doubted:
+            if not self.monitor.doubted:
                 return  # an update came first
-            if self.gate.model_step != step:
-                raise EngineError(f"the control has loaded step {step}, and step {self.gate.model_step} is needed")
+            if self.monitor.model_step != step:
+                raise EngineError(f"the control has loaded step {step}, but step {self.monitor.model_step} is needed")
             assert loaded is not None, "only a control that has loaded weights loads them again"
             assert step is not None
             if self.verify and await in_thread(lambda: read_weights(loaded.path)) != loaded.tensors:
                 raise EngineError(f"the weights at {loaded.path} changed since they were loaded; update the weights")
             process: Process | None = None
             try:
-                process = await self._asked(self.gate.started())
-                await self._load(
-                    loaded.path,
-                    loaded.tensors,
-                    step,
-                    process,
-                    lambda checksums: self._check_same(loaded.checksums, checksums),
-                )
+                process = await self._reachable(self.monitor.find_start())
+                check = partial(self._check_same, loaded.checksums)
+                await self._load(loaded.path, loaded.tensors, step, process, check)
             except EngineError as error:
                 if not await self._is_away(error, process):
                     raise
@@ -332,10 +322,10 @@ class EngineControl(ABC):
         if baseline is not None:
             checked, unchecked = check_update(baseline.tensors, tensors, baseline.checksums, checksums, self.url)
             if unchecked:
-                log.warning("weights_partly_unchecked url=%s tensors=%d: it names them otherwise", self.url, unchecked)
+                log.warning("weights_partly_unchecked url=%s tensors=%d: unknown names", self.url, unchecked)
             return checked, unchecked
         if self.verify:
-            log.warning("weights_unchecked url=%s: it is not known what it was loaded with before", self.url)
+            log.warning("weights_unchecked url=%s: its previous weights are not known", self.url)
         return 0, len(tensors)
 
     def _check_same(self, before: Checksums, checksums: Checksums) -> tuple[int, int]:
@@ -343,36 +333,37 @@ class EngineControl(ABC):
         other = {key for key, digest in digests.items() if checksums.get(key[0], {}).get(key[1]) != digest}
         if other:
             raise EngineError(
-                f"{self.url} took only part of the weights: {len(other)} of {len(digests)} tensors are not what they "
-                f"were before it restarted (the first: {min(other)!r})"
+                f"{self.url} took only part of the weights: {len(other)} of {len(digests)} tensors differ from those "
+                f"before its restart (the first: {min(other)!r})"
             )
         return len(digests), 0
 
     async def _baseline(self, process: Process) -> _Loaded | None:
-        """What this process was last loaded with, or started with; None if that cannot be known."""
+        """The weights that this process was last loaded with, or started with; None if they are not known."""
         if not self.verify:
             return None
         if self._before is None or self._before.process != process:
             self._before = None
-            # A server that reports a step has not had its start-up weights since.
+            # A server that reports a step no longer has its start-up weights.
             given = None if is_step(await self.version()) else self._weights
-            directory = given or await self._asked(self._started_with())
+            directory = given or await self._reachable(self._started_with())
             if directory is not None and (given is not None or directory.is_dir()):
                 tensors = await in_thread(lambda: read_weights(directory))
-                self._before = _Loaded(process, directory, tensors, _plain(await self._checksums()))
+                self._before = _Loaded(process, directory, tensors, await self._checksums())
         return self._before
 
-    async def _asked(self, question: Awaitable[T]) -> T:
+    async def _reachable(self, question: Awaitable[T]) -> T:
+        """The answer of the server; EngineError if it is unreachable."""
         try:
             return await question
         except Unreachable as error:
-            raise EngineError(f"{self.url} cannot be reached: {error}") from error
+            raise EngineError(f"{self.url} is unreachable: {error}") from error
 
-    # --- what servers differ in -----------------------------------------------------------------------
+    # --- different for each kind of server ------------------------------------------------------------
 
     @abstractmethod
     async def _hold(self) -> None:
-        """Wait until the server runs nothing, and keep it from beginning anything until `_release` where it can."""
+        """Wait until the server runs no request; if it can, it starts none until `_release`."""
 
     @abstractmethod
     async def _release(self) -> None:
@@ -380,28 +371,28 @@ class EngineControl(ABC):
 
     @abstractmethod
     async def _load_weights(self, directory: Path, version: str) -> None:
-        """Have the server load weights; EngineError if it says that it did not."""
+        """Make the server load weights; EngineError if it reports a failure."""
 
     @abstractmethod
     async def _checksums(self) -> Checksums:
-        """A checksum of each tensor of the server by name, by rank."""
+        """The checksums of the server's tensors, by rank and name."""
 
     @abstractmethod
     async def _drop_cache(self) -> None:
-        """Forget what was computed with the old weights."""
+        """Drop the prefix cache of the old weights."""
 
     @abstractmethod
     async def _set_version(self, version: str) -> None:
-        """Have the server report this version from now on."""
+        """Make the server report this version from now on."""
 
     @abstractmethod
     async def _started_with(self) -> Path | None:
-        """The directory that the server was started with, if it still has those weights and says so."""
+        """The directory that the server was started with, if it still has those weights and reports it."""
 
     # --- HTTP -----------------------------------------------------------------------------------------
 
     def _client(self) -> httpx.AsyncClient:
-        # Fresh for every call: vLLM closes a connection after an error without saying so.
+        # A new client for every call: vLLM closes a connection after an error without announcing it.
         transport = NamedHosts(httpx.AsyncHTTPTransport(trust_env=False, verify=self._tls))
         return httpx.AsyncClient(trust_env=False, transport=transport, headers=self._headers)
 
@@ -412,7 +403,7 @@ class EngineControl(ABC):
     async def _post(
         self, path: str, body: object = None, *, timeout_s: float = 30.0, params: Mapping[str, str] | None = None
     ) -> httpx.Response:
-        """The response, whatever its status; EngineError (or `EngineGone`) if there is none."""
+        """The response, with any status; EngineError (or `EngineGone`) if there is none."""
         content = b"" if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
@@ -422,40 +413,33 @@ class EngineControl(ABC):
                 )
         except httpx.TransportError as error:
             if is_refused(error):
-                raise EngineGone(f"{self.url} cannot be reached: {error}") from error
-            raise EngineError(
-                f"{self.url}: POST {path} got no answer: {type(error).__name__} {error}".rstrip()
-            ) from error
+                raise EngineGone(f"{self.url} is unreachable: {error}") from error
+            problem = f"{type(error).__name__} {error}".rstrip()
+            raise EngineError(f"{self.url}: POST {path} got no answer: {problem}") from error
 
     def _refused(self, path: str, response: httpx.Response) -> EngineError:
-        hint = self._hint(response.status_code)
-        return EngineError(
-            f"{self.url}: POST {path} answered {response.status_code}: {response.text[:_QUOTED]!r}{hint}"
-        )
+        said, hint = response.text[:_QUOTED], self._hint(response.status_code)
+        return EngineError(f"{self.url}: POST {path} answered {response.status_code}: {said!r}{hint}")
 
     def _hint(self, status: int) -> str:
         return ""
 
     def _busy(self) -> EngineError:
         return EngineError(
-            f"{self.url} still runs requests after {self.idle_timeout_s:g} s (idle_timeout_s): it is not safe to give "
-            "it new weights; see what else uses it"
+            f"{self.url} still runs requests after {self.idle_timeout_s:g} s (idle_timeout_s), so loading new weights "
+            "is not safe; check who else sends it requests"
         )
 
     def _read(self, path: str, response: httpx.Response, kind: type[T]) -> T:
-        """The body of a response that must be a success."""
+        """The body of a response; EngineError unless it is a success of this type."""
         if not response.is_success:
             raise self._refused(path, response)
         try:
             return msgspec.json.decode(response.content, type=kind)
         except msgspec.MsgspecError as error:
-            raise EngineError(f"{self.url}: POST {path} answered something else: {error}") from None
-
-
-def _plain(checksums: Checksums) -> dict[str, dict[str, str]]:
-    return {rank: dict(tensors) for rank, tensors in checksums.items()}
+            raise EngineError(f"{self.url}: POST {path} returned an unexpected body: {error}") from None
 
 
 def _absolute(path: str | PathLike[str]) -> Path:
-    """The server does not run where we do."""
+    """An absolute path: the server runs in another working directory."""
     return Path(path).absolute()

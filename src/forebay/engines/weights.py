@@ -1,11 +1,11 @@
-"""Weights on disk and in a server: which tensors there are, and which of them changed.
+"""The tensors of weights on disk and in a server, and the comparison of the two.
 
-A server may take an update for done and have taken half of it: vLLM on a CPU repacks linear weights and then reloads
-only the others, both vLLM and SGLang keep the old values of tensors that the files lack, and SGLang takes a tensor of
-another shape for one of the right shape. So the tensors are compared before they are loaded, and afterwards those that
-changed on disk with those that changed in the server.
+A server may report success after a partial update: vLLM on a CPU repacks linear weights and then reloads only the
+others, vLLM and SGLang keep the old values of tensors that are missing in the files, and SGLang accepts a tensor of the
+wrong shape. So the tensors are compared before they are loaded; afterwards the tensors that changed in the server are
+compared with those that changed on disk.
 
-Only safetensors are read, and only headers and digests of them: nothing of their content becomes an object.
+Only safetensors files are read, as headers and digests: nothing is deserialized.
 """
 
 from __future__ import annotations
@@ -19,18 +19,8 @@ import msgspec
 
 from forebay.errors import EngineError, InvalidInput
 
-__all__ = [
-    "Checksums",
-    "Tensor",
-    "check_reloadable",
-    "check_same_tensors",
-    "check_update",
-    "read_weights",
-    "server_name",
-]
-
 Checksums: TypeAlias = Mapping[str, Mapping[str, str]]
-"""What a server says of its tensors: a checksum by name, by rank."""
+"""The checksums that a server reports for its tensors, by rank and name."""
 
 _MAX_HEADER_BYTES = 100 * 2**20
 _INDEX = "model.safetensors.index.json"
@@ -38,14 +28,14 @@ _CHUNK_BYTES = 4 * 2**20
 
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
           "up_proj": "gate_up_proj"}  # fmt: skip
-"""Layers that vLLM and SGLang keep as one."""
+"""Layers that vLLM and SGLang fuse into one."""
 
 _EMPTY = hashlib.sha256().hexdigest()
-"""What vLLM says of a tensor whose memory it gave away: it can never be loaded again."""
+"""The checksum that vLLM reports for a tensor whose memory it freed: such a tensor can never be loaded again."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """One tensor of a file."""
+    """One tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,7 +53,7 @@ class _Index(msgspec.Struct):
 
 
 def read_weights(directory: Path) -> dict[str, Tensor]:
-    """The tensors in the safetensors files of a directory, by name. Reads all of it: about a second per gigabyte."""
+    """The tensors in the safetensors files of a directory, by name. Reads the files: about a second per gigabyte."""
     if not directory.is_dir():
         raise InvalidInput(f"there is no directory of weights at {directory}; expected safetensors files")
     tensors: dict[str, Tensor] = {}
@@ -75,7 +65,7 @@ def read_weights(directory: Path) -> dict[str, Tensor]:
             raise InvalidInput(f"the weights in {path} cannot be read: {error}") from error
         twice = tensors.keys() & found.keys()
         if twice:
-            raise InvalidInput(f"tensor {min(twice)!r} appears in two files of {directory}; expected each once")
+            raise InvalidInput(f"tensor {min(twice)!r} appears in two files of {directory}; expected it once")
         tensors |= found
     return tensors
 
@@ -89,7 +79,7 @@ def _files(directory: Path) -> list[Path]:
             raise InvalidInput(f"{index} cannot be read: {error}") from error
         for name in names:
             if Path(name).name != name:
-                raise InvalidInput(f"{index} names the file {name!r:.80}; expected files beside it")
+                raise InvalidInput(f"{index} names the file {name!r:.80}; expected files in its own directory")
         files = [directory / name for name in names]
     else:
         files = list(directory.glob("*.safetensors"))
@@ -109,7 +99,7 @@ def _read_file(file: BinaryIO, size: int) -> dict[str, Tensor]:
         entry = msgspec.json.decode(raw, type=_Entry)
         start, end = entry.data_offsets
         if not 0 <= start <= end <= size - 8 - length:
-            raise ValueError(f"tensor {name!r} lies at bytes {start} to {end}, outside of the file")
+            raise ValueError(f"tensor {name!r} is at bytes {start} to {end}, outside the file")
         file.seek(8 + length + start)
         tensors[name] = Tensor(entry.dtype, entry.shape, _digest(file, end - start))
     return tensors
@@ -127,7 +117,7 @@ def _digest(file: BinaryIO, length: int) -> bytes:
 
 
 def server_name(name: str) -> str:
-    """The name that a tensor of a file has in a server.
+    """The name that a server uses for a tensor of a file.
 
     >>> server_name("model.layers.0.self_attn.q_proj.weight")
     'model.layers.0.self_attn.qkv_proj.weight'
@@ -136,14 +126,14 @@ def server_name(name: str) -> str:
 
 
 def check_same_tensors(new: Mapping[str, Tensor], old: Mapping[str, Tensor], path: Path) -> None:
-    """InvalidInput unless two sets of weights have the same tensors: a server would take others without a word."""
+    """InvalidInput unless two sets of weights have the same tensors: a server would not report the difference."""
     missing, unknown = old.keys() - new.keys(), new.keys() - old.keys()
     others = {name for name in new.keys() & old.keys() if _form(new[name]) != _form(old[name])}
-    for names, problem in ((missing, "are missing"), (unknown, "are new"), (others, "have another shape or type")):
+    for names, problem in ((missing, "are missing"), (unknown, "are new"), (others, "have a different shape or type")):
         if names:
             raise InvalidInput(
-                f"the weights at {path} do not fit those that the server was loaded with ({len(old)} tensors): "
-                f"{len(names)} tensors {problem}, the first is {min(names)!r}. The server was not touched"
+                f"the weights at {path} do not match those that the server was loaded with ({len(old)} tensors): "
+                f"{len(names)} tensors {problem} (the first: {min(names)!r}). The server was not touched"
             )
 
 
@@ -158,9 +148,9 @@ def check_update(
     server_after: Checksums,
     url: str,
 ) -> tuple[int, int]:
-    """How many tensors of the server were found as they must be, and how many of the files could not be looked for.
+    """The number of tensors that were checked in the server, and of tensors in the files that could not be checked.
 
-    EngineError unless the server changed exactly what changed on disk, and every rank took part.
+    EngineError unless exactly the tensors that changed on disk changed in the server, on every rank.
     """
     check_reloadable(server_after, url)
     on_disk = {server_name(name) for name in after if name not in before or after[name] != before[name]}
@@ -180,11 +170,11 @@ def check_update(
         raise _partial(url, f"{len(odd)} tensors changed that did not change on disk (the first: {min(odd)!r})")
     for name in known & names:
         if len(_digests(server_before, name)) == 1 < len(_digests(server_after, name)):
-            raise _partial(url, f"its ranks had one {name!r}, and now have different ones")
+            raise _partial(url, f"its ranks had the same {name!r} before and have different ones now")
     if on_disk and not known & names:
         raise EngineError(
-            f"{url} names its tensors otherwise than the files do (the first there: {min(names, default=None)!r}), so "
-            "nothing could be compared; give verify=False to the control if you trust it"
+            f"{url} names its tensors differently from the files (its first: {min(names, default=None)!r}), so nothing "
+            "could be compared; create the control with verify=False if you trust the server"
         )
     return len(known & names), len(known - names)
 
@@ -194,7 +184,7 @@ def _digests(checksums: Checksums, name: str) -> set[str]:
 
 
 def _partial(url: str, problem: str) -> EngineError:
-    return EngineError(f"{url} took only part of the weights: {problem}; it must not generate before a whole update")
+    return EngineError(f"{url} took only part of the weights: {problem}; it must not generate before a complete update")
 
 
 def check_reloadable(checksums: Checksums, url: str) -> None:
@@ -203,7 +193,7 @@ def check_reloadable(checksums: Checksums, url: str) -> None:
     gone = [name for name, digest in digests if digest == _EMPTY]
     if gone:
         raise EngineError(
-            f"{url} cannot take new weights whole: it repacked {len(gone)} of {len(digests)} tensors and gave their "
-            f"memory away (the first: {min(gone)!r}). vLLM on a CPU needs a worker extension that keeps them plain "
+            f"{url} cannot load new weights completely: it repacked {len(gone)} of {len(digests)} tensors and freed "
+            f"their memory (the first: {min(gone)!r}). vLLM on a CPU needs a worker extension that keeps them unpacked "
             "(docs/guide/engines.md)"
         )

@@ -1,4 +1,4 @@
-"""Who runs whom: tasks and their weights, colocated and disaggregated production, checkpoints of the whole plane."""
+"""Managers: tasks and their weights, colocated and disaggregated production, checkpoints of everything."""
 
 from forebay.manager.colocated import AgentLoopManager
 from forebay.manager.disaggregated import DisaggregatedAgentLoopManager, ProducerState

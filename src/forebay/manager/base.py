@@ -1,7 +1,7 @@
-"""What both managers are: tasks, progress, one production for all tasks, checkpoints of the whole plane, figures.
+"""The base of both managers: tasks, planned steps, producing for all tasks, checkpoints of everything, statistics.
 
-A manager owns the two clocks (which step is trained next, which weights generate) and the plan of steps; groups,
-counts and positions are the buffer's. Colocated and disaggregated differ in their loop only.
+A manager owns the two clocks (the train step that comes next, the step of the weights that generate) and the plan
+of steps; groups, counts and positions belong to the buffer. The two managers differ in their loop only.
 """
 
 from __future__ import annotations
@@ -11,13 +11,20 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from forebay.buffer import ReplayBuffer
-from forebay.checks import whole_number
+import msgspec
+
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.internal import internals
+from forebay.buffer.lease import Lease
+from forebay.core.aio import in_thread, see_through, uncancelled
+from forebay.core.ledger import Clock, LedgerLine
+from forebay.core.rollout import DRAWABLE, Status
+from forebay.core.validate import checked_integer, positive_seconds
 from forebay.errors import (
     BufferClosed,
-    DamagedData,
     InvalidConfig,
     InvalidInput,
     NoCluster,
@@ -26,24 +33,17 @@ from forebay.errors import (
     StorageUnavailable,
     StoreAhead,
 )
-from forebay.lease import Lease
-from forebay.ledger import LedgerLine
-from forebay.manager.progress import ProduceProgress
 from forebay.manager.results import ProduceBatchResult, ProduceStatus, describe_task
+from forebay.manager.schedule import ProduceProgress, Saved, SavedFigures, read_saved
 from forebay.manager.task import Task, check_tasks
-from forebay.produce.figures import Figures, quantile
-from forebay.produce.rules import over_issue
-from forebay.produce.settings import backoff_s, positive_seconds
-from forebay.produce.strategy import too_many_rejections
-from forebay.produce.work import Steps
-from forebay.rollout import Status
-from forebay.staleness import staleness
-from forebay.threads import in_thread, see_through
+from forebay.produce.inflight import Steps
+from forebay.produce.plan import backoff_s, too_many_rejections
+from forebay.produce.stats import Figures, quantile
+from forebay.produce.strategy import Demand
+from forebay.storage.base import TaskSummary
 
 if TYPE_CHECKING:
-    from forebay.checkpoint import Manifest
-
-__all__ = ["Manager"]
+    from forebay.checkpoint.format import Manifest
 
 T = TypeVar("T")
 _MAX_STORAGE_DELAY_S = 5.0
@@ -62,24 +62,22 @@ class Manager:
         sync_weights_interval: int = 1,
         storage_retry_s: float = 60.0,
     ) -> None:
-        whole_number("sync_weights_interval", sync_weights_interval, least=1)
+        self.sync_weights_interval = checked_integer("sync_weights_interval", sync_weights_interval, least=1)
         self.storage_retry_s = positive_seconds("storage_retry_s", storage_retry_s)
         self.replay_buffer = replay_buffer
-        self.sync_weights_interval = sync_weights_interval
-        self.tasks = check_tasks([tasks] if isinstance(tasks, Task) else tasks, replay_buffer, sync_weights_interval)
+        self._internals = internals(replay_buffer)
+        self.tasks = check_tasks(tasks, replay_buffer, sync_weights_interval)
         self.progress = ProduceProgress({name: task.weight for name, task in self.tasks.items()})
         self.steps = Steps(1, 0)
         self._asked = 0  # the last train step that was asked for
         self._met_store = False
         self._closed = False
         self._leased: set[int] = set()  # steps whose batch was handed out
-        self._leases: list[Lease] = []  # that were not settled when the last batch was handed out
+        self._leases: list[Lease] = []  # leases that were open when the last batch was handed out
         self._seen: dict[str, Figures] = {}
-        replay_buffer.produces(self, self.tasks)
-        for name, task in self.tasks.items():
-            task.strategy.figures(name)  # its limits hold from now on, also for what is handed out before it produces
+        self._internals.produces(self, self.tasks)
         outages = {id(task.agent_loop): task.agent_loop.outage for task in self.tasks.values() if task.weight > 0}
-        for outage in outages.values():  # one engine is given up only if all of them are away
+        for outage in outages.values():  # producing stops only if all engines are unreachable
             outage.peers = [other for other in outages.values() if other is not outage]
 
     @property
@@ -97,11 +95,11 @@ class Manager:
     async def _produce(
         self, sizes: Mapping[str, int], target: Callable[[str, LedgerLine], int | None] | None = None
     ) -> bool:
-        """Have every task that has a target produce up to it, all together; whether all of it is there.
+        """Have all tasks produce up to their targets, at the same time; whether all targets were reached.
 
-        `target(name, ledger of the task)` is asked when the ledger was read: a batch that is acknowledged meanwhile is
-        owed no more when it counts as trained. Without it the target is this batch itself, in the buffer. One task's
-        exception stops the others and brings their groups back, and then surfaces.
+        `target(name, ledger of the task)` is called when the ledger was read: groups of a batch that is acknowledged
+        meanwhile are then counted as trained and no longer as owed. Without `target`, each task produces one complete
+        batch. An exception of one task stops the others, brings their groups back, and is then raised.
         """
         spare = self._spare(sizes)
         targets: dict[str, int | None] = {name: None for name in self.tasks if sizes[name]}
@@ -109,12 +107,12 @@ class Manager:
             ledger = await self.replay_buffer.ledger()
             owed = {name: target(name, ledger.get(name, {})) for name in self.tasks}
             targets = {name: groups for name, groups in owed.items() if groups is not None}
-        running: list[asyncio.Task[bool]] = []
-        for name, groups in targets.items():
-            work = self._produce_task(name, sizes[name], groups, spare)
-            running.append(asyncio.create_task(work, name=f"produce {name}"))
-        if not running:
+        if not targets:
             return True
+        running = [
+            asyncio.create_task(self._produce_task(name, sizes[name], groups, spare), name=f"produce {name}")
+            for name, groups in targets.items()
+        ]
         try:
             await asyncio.wait(running, return_when=asyncio.FIRST_EXCEPTION)
         finally:
@@ -123,83 +121,79 @@ class Manager:
             cancelled = await see_through(asyncio.gather(*running, return_exceptions=True))
             if cancelled is not None:
                 raise cancelled
-        failed = [task.exception() for task in running if not task.cancelled() and task.exception() is not None]
-        if failed:
-            assert failed[0] is not None
-            await self._clean_up()
-            raise failed[0]
+        for task in running:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                await self._clean_up()
+                raise error
         return all(task.result() for task in running)
 
     async def _produce_task(self, name: str, batch_size: int, target: int | None, spare: int | None) -> bool:
         task = self.tasks[name]
-        production = await task.strategy.produce(
-            task.agent_loop,
-            task.sampler,
-            batch_size,
-            name,
-            steps=self.steps,
-            target=target,
-            stopped=self._is_stopped,
-            spare=spare,
-        )
+        demand = Demand(task.agent_loop, task.sampler, batch_size, name, self.steps, target, self._is_stopped, spare)
+        production = await task.strategy.produce(demand)
         if production.exhausted:
             self._skip(name, production.rejections)
         if production.complete and production.available < production.target:
             raise ProduceError(
                 f"should_continue_fn of task {name!r} stopped at {production.available} of {production.target} groups, "
-                "but a manager hands out whole batches, and would wait for ever; let it go on until the target is there"
+                "but a manager hands out whole batches, and would wait forever; let it continue up to the target"
             )
         return production.complete
 
     def _skip(self, name: str, rejections: int) -> None:
-        """Filters reject everything of a task: plan its steps without it, until the next weight update."""
+        """Filters reject all groups of a task: plan steps without it, until the next weight update."""
         left = [other for other, weight in self.progress.active_weights.items() if weight > 0 and other != name]
         if not left:
             raise too_many_rejections(name, rejections, self.tasks[name].strategy.last_error(name), skip=True)
         self.progress.skip_task(name, leased=self._leased)
         log.warning("task_skipped task=%s: filters reject all of its groups; tried again with newer weights", name)
-        self.replay_buffer.nudge()
+        self._internals.nudge()
 
     def _spare(self, sizes: Mapping[str, int]) -> int | None:
         """How many groups a task may have in flight beyond its target and over-issue, because filters reject some.
 
-        InvalidConfig if one task can fill the buffer with what the others must wait for to be taken together.
+        InvalidConfig if the groups of one task can fill the buffer while it waits for the groups of another.
         """
         limit = self.replay_buffer.max_groups
         active = {name: groups for name, groups in sizes.items() if groups}
         if limit is None or not active:
             return None
-        most = {
-            name: groups + over_issue(self.tasks[name].strategy.over_sample_threshold, groups)
-            for name, groups in active.items()
-        }
+        most = {name: groups + self.tasks[name].strategy.settings.over_issue(groups) for name, groups in active.items()}
         if len(active) > 1 and sum(most.values()) > limit:
             needs = ", ".join(f"{groups} of task {name!r}" for name, groups in most.items())
             raise InvalidConfig(
-                f"a batch needs room for {needs} (with over-issue), but the buffer has max_groups={limit}: one task "
-                "could fill it, and the others would wait for ever; raise max_groups"
+                f"a batch needs {needs} (with over-issue), but the buffer has max_groups={limit}: one task could "
+                "fill it, and the others would wait forever; raise max_groups"
             )
         return max(0, limit - sum(most.values())) // len(active)
+
+    async def _set_clocks(self, train_step: int | None = None) -> None:
+        """Set the limits of all tasks, and their clock if it is given; expire groups that are too old by them."""
+        await self._internals.advance(
+            {
+                name: Clock(train_step=train_step, model_step=self.model_step, limits=task.strategy.limits)
+                for name, task in self.tasks.items()
+            }
+        )
+        summary = await self._internals.summary(self.tasks)
+        await self._internals.expiry.expire(name for name in self.tasks if summary.task(name).due)
 
     def _is_stopped(self) -> bool:
         return self._closed
 
     async def _pause_strategies(self, names: Collection[str]) -> float:
-        """Bring in what is under way, of these tasks; seconds."""
+        """Bring in all groups in flight of these tasks; the seconds that this took."""
         began = asyncio.get_running_loop().time()
         await asyncio.gather(*[self.tasks[name].strategy.pause(name) for name in names])
         return asyncio.get_running_loop().time() - began
 
     async def _close_strategies(self) -> None:
-        """Bring in all that is under way, of all tasks, whatever happens meanwhile."""
+        """Return all groups in flight to the buffer; a cancel is raised afterwards."""
         strategies = {id(task.strategy): task.strategy for task in self.tasks.values()}.values()
-        closing = asyncio.gather(*[strategy.close() for strategy in strategies], return_exceptions=True)
-        cancelled = await see_through(closing)
-        for problem in closing.result():
+        closing = await uncancelled(asyncio.gather(*[each.close() for each in strategies], return_exceptions=True))
+        for problem in closing:
             if isinstance(problem, BaseException):
                 raise problem
-        if cancelled is not None:
-            raise cancelled
 
     async def _clean_up(self) -> None:
         """Return all groups in flight to the buffer after an error; that error is the one to raise."""
@@ -209,7 +203,7 @@ class Manager:
             log.exception("clean_up_failed: after another error, which is raised")
 
     async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a call that finds the storage away; its error if that is not back within `storage_retry_s`."""
+        """Repeat a call while the storage is unavailable; its error if that lasts longer than `storage_retry_s`."""
         while True:
             try:
                 return await call()
@@ -231,11 +225,10 @@ class Manager:
             self._check_open()
             try:
                 await self.replay_buffer.ledger()
+                break
             except StorageUnavailable as still:
                 error = still
-            else:
-                log.warning("storage_back seconds=%.1f", clock() - began)
-                return
+        log.warning("storage_back seconds=%.1f", clock() - began)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -247,15 +240,15 @@ class Manager:
         self, train_step: int, status: ProduceStatus, sizes: dict[str, int], lease: Lease | None, wait_s: float
     ) -> ProduceBatchResult:
         self._leases = [held for held in (*self._leases, lease) if held is not None and held.open]
+        times: list[float] = []
         try:
-            statuses = (Status.INIT, Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
-            counts = await self._patiently(lambda: self.replay_buffer.count_statuses(list(self.tasks), statuses))
+            count = partial(self.replay_buffer.count_statuses, list(self.tasks), (*DRAWABLE, Status.COMPLETED))
+            counts = await self._patiently(count)
         except BaseException as error:
             if lease is not None:
                 await lease.settle_on_exit(error)
             raise
         results = {}
-        times: list[float] = []
         groups = {} if lease is None else lease.groups_by_task
         for name, task in self.tasks.items():
             figures = task.strategy.figures(name)
@@ -264,7 +257,6 @@ class Manager:
             times += new.times_s
             if lease is not None:
                 self._seen[name] = figures.copy()
-        times.sort()
         if lease is not None:
             self._leased.add(train_step)
             lease.on_ack = lambda began: self._on_ack(train_step, began)
@@ -276,90 +268,76 @@ class Manager:
             task_batch_sizes=dict(sizes),
             task_results=results,
             wait_s=wait_s,
-            group_gen_p50_s=quantile(times, 0.5) if times else None,
-            group_gen_p99_s=quantile(times, 0.99) if times else None,
+            group_gen_p50_s=quantile(times, 0.5),
+            group_gen_p99_s=quantile(times, 0.99),
             lease=lease,
         )
 
     async def _settle_owed(self) -> None:
-        """Settle batches whose settlement found the storage away, before the next one is handed out.
-
-        They are leased otherwise as long as this process lives. A step that is acknowledged here was trained on.
-        """
+        """Settle batches that could not be settled because the storage was unavailable: otherwise they stay leased."""
         for lease in self._leases:
             await self._patiently(lease.settle_owed)
 
     def _on_ack(self, train_step: int, began: bool) -> None:
-        # Before the store has it: owing too little for a moment is harmless, owing a batch twice is not.
+        # Called before the storage has it: owing too little for a moment is harmless, owing a batch twice is not.
         if began:
             self._leased.discard(train_step)
             self.progress.consume(train_step)
         else:
             self.progress.undo_consume(train_step)
         self._set_clock()
-        self.replay_buffer.nudge()
+        self._internals.nudge()
         log.info("step_acknowledged train_step=%d ok=%s", train_step, began)
 
     def _set_clock(self) -> None:
-        """What comes back is judged for the step that is asked for, or for the next one."""
+        """Results are judged for the step that was asked for last, or for the next one."""
         self.steps.train_step = max(self._asked, self.progress.next_consumer_step)
-
-    # --- the clock of the store -----------------------------------------------------------------------
 
     async def _store_step(self) -> int:
         """The latest train step that this manager's tasks were asked for, in this run or an earlier one."""
-        steps = await self.replay_buffer.train_steps()
-        return max((steps.get(name, 0) for name in self.tasks), default=0)
+        summary = await self._internals.summary(self.tasks)
+        return max((summary.task(name).account.train_step or 0 for name in self.tasks), default=0)
 
     async def _refuse_store_ahead(self, train_step: int, model_step: int) -> None:
         """At the first step of a run: StoreAhead if the store was trained further.
 
-        Other processes on the store may be a step ahead of this one; that is no mistake as long as what these weights
-        generate is not too old there on arrival.
+        Other processes on the store may be a step ahead of this one. That is no mistake unless the results of these
+        weights are too old there when they arrive.
         """
         if self._met_store:
             return
         step = await self._store_step()
-        if step > train_step and (
-            any(self._is_too_old(task, model_step, step) for task in self.tasks.values())
-            or not await self.replay_buffer.others_hold()
-        ):
+        holdings = (await self._internals.summary((), holdings=True)).holdings if step > train_step else ()
+        others = any(
+            holding.owner != self.replay_buffer.owner for holding in holdings
+        )  # some may have died less than lease_s ago
+        too_old = any(
+            task.weight > 0 and task.strategy.is_too_old(task.agent_loop, model_step, step)
+            for task in self.tasks.values()
+        )
+        if step > train_step and (too_old or not others):
             raise StoreAhead(
                 f"train step {train_step} with weights of step {model_step} was asked for, but this store has handed "
                 f"out batches up to train step {step}; nothing was changed. Resume from a checkpoint, which sets the "
                 f"store back to its weights; or continue from here: start at train step {step + 1} with "
                 f"model_step={step} (disaggregated: continue_produce({step})); or begin with a new store"
             )
+        await self._set_clocks()
         self._met_store = True
-
-    @staticmethod
-    def _is_too_old(task: Task, model_step: int, train_step: int) -> bool:
-        """Whether what these weights generate for a task is too old for a train step when it arrives."""
-        return (
-            task.weight > 0
-            and staleness(model_step, train_step) >= task.strategy.reach
-            and not task.agent_loop.takes_weights_while_running
-        )
 
     # --- checkpoints ----------------------------------------------------------------------------------
 
     async def save(self, path: str | os.PathLike[str], model_step: int, *, no_save_replay_buffer: bool = False) -> None:
-        """Write a checkpoint of the whole plane that goes with the weights of `model_step`, at any moment.
+        """Write a checkpoint of everything that belongs to the weights of `model_step`, at any moment.
 
-        In it: groups (or, with `no_save_replay_buffer`, their prompts), what is in flight, leases, positions, limits,
-        the plan of steps, credits, the ledger, and the state of agent loops that have one. The one that was there
-        stays until it is complete.
+        It has groups (or, with `no_save_replay_buffer`, their prompts), also those in flight or leased, positions,
+        limits, the plan of steps, credits, the ledger, and the state of agent loops that have one. An earlier
+        checkpoint at this path is kept until the new one is complete.
         """
-        whole_number("model_step", model_step, least=0)
+        checked_integer("model_step", model_step, least=0)
         self._refuse_to_skip(model_step)
-        await self._patiently(
-            lambda: self.replay_buffer.save_with(
-                path,
-                model_step=model_step,
-                prompts_only=no_save_replay_buffer,
-                extra=lambda: {"manager": self._saved_state(model_step)},
-            )
-        )
+        save = partial(self._internals.save, path, model_step=model_step, prompts_only=no_save_replay_buffer)
+        await self._patiently(lambda: save(extra=lambda: {"manager": self._saved_state(model_step)}))
 
     def _refuse_to_skip(self, model_step: int) -> None:
         acknowledged = self.progress.next_consumer_step - 1
@@ -370,46 +348,50 @@ class Manager:
             )
 
     def _saved_state(self, model_step: int) -> dict[str, Any]:
-        self._refuse_to_skip(model_step)  # training goes on while the files are made ready
-        loops = {}
+        self._refuse_to_skip(model_step)  # training continues while the files are prepared
+        loops, figures = {}, {}
         for name, task in self.tasks.items():
-            state_dict = getattr(task.agent_loop, "state_dict", None)
-            if callable(state_dict):
+            if callable(state_dict := getattr(task.agent_loop, "state_dict", None)):
                 loops[name] = state_dict()
-        figures = {
-            name: {
-                "now": task.strategy.figures(name).counters(),
-                "seen": self._seen.get(name, Figures()).counters(),
-                "verdicts": [*task.strategy.figures(name).verdicts],
-            }
-            for name, task in self.tasks.items()
-        }
-        return {"progress": self.progress.state(model_step), "agent_loops": loops, "figures": figures}
+            now, seen = task.strategy.figures(name), self._seen.get(name, Figures())
+            figures[name] = SavedFigures(now.counters(), seen.counters(), [*now.verdicts])
+        saved: dict[str, Any] = msgspec.to_builtins(Saved(self.progress.state(model_step), {}, figures))
+        return saved | {"agent_loops": loops}
 
     async def resume(self, path: str | os.PathLike[str]) -> int:
-        """Take up a checkpoint; returns the model step whose weights belong to it.
+        """Continue from a checkpoint; returns the model step of the weights that belong to it.
 
-        Nothing is generated before the weights are there. Tasks may have been added; the groups of removed ones are
-        kept aside in the buffer. ChangedDataset if a task has another data set than when it was saved (see `Sampler`).
+        Nothing is generated before the weights are loaded. Tasks may have been added; the groups of removed tasks stay
+        in the buffer, unused. ChangedDataset if a task has another data set than when it was saved (see `Sampler`).
         """
+        from forebay.codec.records import decode_account  # imported here, as the buffer does
+
         self._check_open()
-        saved = await in_thread(lambda: _manifest_of(path))  # looked at before anything is changed
-        self._read_saved(saved, path)
-        await self._compare_data(saved)
-        manifest = await self.replay_buffer.resume_with(path)
-        model_step, progress, loops = self._read_saved(manifest, path)
-        gone = self.progress.load_state(progress)
-        for name, state in loops.items():
-            load = getattr(self.tasks[name].agent_loop, "load_state_dict", None) if name in self.tasks else None
-            if callable(load):
-                load(state)
-        self._load_figures(manifest)
+        before = await in_thread(lambda: _manifest_of(path))  # checked before anything is changed
+        read_saved(before, path, self.progress.weights)
+        for name, task in self.tasks.items():
+            if name in before.accounts:
+                account = decode_account(before.accounts[name])
+                await task.sampler.compare_data(name, account.cursor, account.source_state)
+        manifest = await self._internals.resume(path)
+        model_step, saved = read_saved(manifest, path, self.progress.weights)
+        gone = self.progress.load_state(saved.progress)
+        for name, task in self.tasks.items():
+            load = getattr(task.agent_loop, "load_state_dict", None)
+            if name in saved.agent_loops and callable(load):
+                load(saved.agent_loops[name])
+            if name in saved.figures:  # the counters continue, also those that no batch has reported
+                figures = task.strategy.figures(name)
+                figures.load(saved.figures[name].now)
+                figures.verdicts.extend(saved.figures[name].verdicts)
+                self._seen[name] = Figures()
+                self._seen[name].load(saved.figures[name].seen)
         if not manifest.replay_buffer_saved:
             self.progress.forget_planned()
         gone |= set(manifest.accounts) - self.tasks.keys()
         if gone:
             log.warning(
-                "tasks_kept_aside tasks=%s: not among this manager's; their groups stay and take their room until "
+                "tasks_kept_aside tasks=%s: this manager has no such tasks; their groups stay in the buffer until "
                 "discard({'task_name': ...}, reason)",
                 sorted(gone),
             )
@@ -418,44 +400,7 @@ class Manager:
         log.info("manager_resumed path=%s model_step=%d next_step=%d", path, model_step, self.steps.train_step)
         return model_step
 
-    def _load_figures(self, manifest: Manifest) -> None:
-        """Let the counters of tasks continue, also those that no batch has reported."""
-        saved = manifest.extra.get("manager")
-        for name, counters in (saved.get("figures", {}) if isinstance(saved, dict) else {}).items():
-            if name in self.tasks and isinstance(counters, dict):
-                figures = self.tasks[name].strategy.figures(name)
-                figures.load(counters.get("now", {}))
-                figures.verdicts.extend(bool(verdict) for verdict in counters.get("verdicts", ()))
-                self._seen[name] = Figures()
-                self._seen[name].load(counters.get("seen", {}))
-
-    async def _compare_data(self, manifest: Manifest) -> None:
-        """ChangedDataset if a task has another data set than when it was saved."""
-        from forebay.codec import decode_account  # imported here, as the buffer does
-
-        for name, task in self.tasks.items():
-            if name in manifest.accounts:
-                account = decode_account(manifest.accounts[name])
-                await task.sampler.compare_data(name, account.cursor, account.source_state)
-
-    def _read_saved(self, manifest: Manifest, path: str | os.PathLike[str]) -> tuple[int, object, dict[str, Any]]:
-        """The model step, the progress, the states of agent loops; or DamagedData."""
-        if manifest.model_step is None:
-            raise DamagedData(
-                f"the checkpoint at {path} does not say which weights it goes with; it was saved by a buffer without a "
-                "model_step, and a manager cannot go on from it"
-            )
-        scratch = ProduceProgress(self.progress.weights)
-        if "manager" not in manifest.extra:  # a buffer alone was saved
-            return manifest.model_step, scratch.state(manifest.model_step), {}
-        content = manifest.extra["manager"]
-        loops = content.get("agent_loops", {}) if isinstance(content, dict) else None
-        if not isinstance(loops, dict):
-            raise DamagedData(f"what a manager saved in the checkpoint at {path} cannot be read: {content!r:.80}")
-        scratch.load_state(content.get("progress"))
-        return manifest.model_step, content["progress"], loops
-
-    # --- looking --------------------------------------------------------------------------------------
+    # --- reporting ------------------------------------------------------------------------------------
 
     async def ledger(self) -> dict[str, LedgerLine]:
         """The closed ledger of every task; see `ReplayBuffer.ledger`."""
@@ -466,29 +411,28 @@ class Manager:
         flat: dict[str, float] = dict(await self._patiently(self.replay_buffer.stats))
         for task in self.tasks.values():
             flat |= task.strategy.stats()
-        flat |= {
-            "forebay/manager/next_train_step": self.progress.next_consumer_step,
-            "forebay/manager/future_step": self.progress.producer_future_step,
-            "forebay/manager/model_step": self.model_step,
-        }
-        for name in self.tasks:
-            flat[f"forebay/{name}/consumed"] = self.progress.consumed[name]
-            flat[f"forebay/{name}/target"] = self.progress.target[name]
+        progress = self.progress
+        flat["forebay/manager/next_train_step"] = progress.next_consumer_step
+        flat["forebay/manager/future_step"] = progress.producer_future_step
+        flat["forebay/manager/model_step"] = self.model_step
+        for name, target in progress.target.items():
+            flat[f"forebay/{name}/consumed"], flat[f"forebay/{name}/target"] = progress.consumed[name], target
         return flat
 
     async def explain_wait(self) -> str:
-        """What is being waited for, by task: what is missing, what is in flight, the oldest of it and its age."""
+        """What this manager waits for, by task: missing groups, groups in flight, the oldest of them and its age."""
         try:
             return f"{await self.replay_buffer.explain_wait()}\n{await self._explain_tasks()}"
         except StorageUnavailable as error:
             stages = [line for name, task in self.tasks.items() for line in task.strategy.explain(name)]
-            return "\n".join([f"the storage is away: {error}", self._describe(), *stages])
+            return "\n".join([f"the storage is unavailable: {error}", self._describe(), *stages])
 
     async def _explain_tasks(self) -> str:
         lines = [self._describe()]
+        summary = await self._internals.summary(self.tasks)
         for name, task in self.tasks.items():
             owed = self.progress.owed(name, self.progress.target_upto)
-            missing = await self._missing(name)
+            missing = self._missing(name, summary.task(name))
             lines.append(
                 f"task {name!r}: {missing} groups missing of {owed} owed up to step {self.progress.target_upto}; "
                 f"{task.strategy.in_flight(name)} in flight here"
@@ -496,29 +440,26 @@ class Manager:
             lines += task.strategy.explain(name)
         return "\n".join(lines)
 
-    async def _missing(self, name: str) -> int:
+    def _missing(self, name: str, summary: TaskSummary) -> int:
         """Groups of a task that the planned steps still need."""
-        available = await self.replay_buffer.produced(name)
-        trained = (await self.replay_buffer.ledger()).get(name, {}).get("trained", 0)
-        return max(0, trained + self.progress.owed(name, self.progress.target_upto) - available)
+        owed = self.progress.owed(name, self.progress.target_upto)
+        return max(0, summary.line()["trained"] + owed - summary.produced)
 
     def _describe(self) -> str:
-        return (
-            f"manager: next train step {self.progress.next_consumer_step}, generating with the weights of step "
-            f"{self.model_step}"
-        )
+        step = self.progress.next_consumer_step
+        return f"manager: next train step {step}, generating with the weights of step {self.model_step}"
 
     # --- the end --------------------------------------------------------------------------------------
 
     async def shutdown(self) -> None:
-        """Stop producing; what is in flight is back in the buffer when this returns. The buffer stays open."""
+        """Stop producing; all groups in flight are back in the buffer when this returns. The buffer stays open."""
         self._closed = True
-        self.replay_buffer.produces(self, ())
-        self.replay_buffer.nudge()
+        self._internals.produces(self, ())
+        self._internals.nudge()
         try:
             await self._close_strategies()
         finally:
-            with suppress(StorageUnavailable, BufferClosed):  # then the next run gets these batches again
+            with suppress(StorageUnavailable, BufferClosed):  # the next run then gets these batches again
                 for lease in self._leases:
                     await lease.settle_owed()
 
@@ -535,7 +476,7 @@ class Manager:
 
 
 def _manifest_of(path: str | os.PathLike[str]) -> Manifest:
-    from forebay.checkpoint import open_checkpoint  # imported here, as the buffer does
+    from forebay.checkpoint.format import open_checkpoint  # imported here, as the buffer does
 
     with open_checkpoint(path) as checkpoint:
         return checkpoint.manifest

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 
-from forebay.checks import whole_number
+from forebay.buffer.lease import Lease
+from forebay.core.aio import Deadline
+from forebay.core.rollout import Status
+from forebay.core.validate import checked_integer
 from forebay.errors import InvalidInput, WaitTimeout
-from forebay.lease import Lease
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
-from forebay.waiting import Deadline
-
-__all__ = ["AgentLoopManager"]
+from forebay.storage.base import TaskSummary
 
 
 class AgentLoopManager(Manager):
@@ -29,7 +29,7 @@ class AgentLoopManager(Manager):
     ) -> BatchRequest:
         """A batch for one train step: await it (taken for good), or enter it with `async with` (a lease).
 
-        Runs the tasks' strategies together until the batch is there, pauses what is still under way and keeps it.
+        All strategies produce until the batch is complete; groups that are still in flight are then paused and kept.
         WaitTimeout, with an explanation, if that takes longer than `timeout_s`.
         """
         return BatchRequest(lambda: self._grant_in_time(batch_size, train_step, model_step, timeout_s))
@@ -45,7 +45,7 @@ class AgentLoopManager(Manager):
         async def expire(limit: asyncio.Timeout) -> None:
             nonlocal explanation
             await asyncio.sleep(left_s)
-            explanation = await self.explain_wait()  # of what runs, before it is stopped
+            explanation = await self.explain_wait()  # before the strategies are stopped
             limit.reschedule(asyncio.get_running_loop().time())
 
         try:
@@ -63,14 +63,16 @@ class AgentLoopManager(Manager):
 
     async def _grant(self, batch_size: int, train_step: int, model_step: int) -> ProduceBatchResult:
         self._check_open()
-        whole_number("batch_size", batch_size, least=1)
-        whole_number("train_step", train_step, least=1)
-        whole_number("model_step", model_step, least=0)
+        checked_integer("batch_size", batch_size, least=1)
+        checked_integer("train_step", train_step, least=1)
+        checked_integer("model_step", model_step, least=0)
         if model_step < self.model_step:
-            raise InvalidInput(f"model_step is {model_step}, but weights of step {self.model_step} were used already")
+            raise InvalidInput(f"model_step is {model_step}, but weights of step {self.model_step} were already used")
         if self._producing:
-            raise InvalidInput("a batch is being produced already; one call at a time")
-        self._refuse_what_is_too_old(train_step, model_step)
+            raise InvalidInput("a batch is already being produced; one call at a time")
+        for name, task in self.tasks.items():
+            if task.weight > 0:
+                task.strategy.refuse_too_old(task.agent_loop, model_step, train_step, name)
         self._producing = True
         try:
             await self._settle_owed()
@@ -84,12 +86,9 @@ class AgentLoopManager(Manager):
             self._set_clock()
             loop = asyncio.get_running_loop()
             began = loop.time()
-            while True:
-                lease = await self._patiently(lambda: self._attempt(batch_size, train_step))
-                if lease is not None:
-                    break
-                # Another process took or discarded groups meanwhile, paused us, or a task is skipped from now on:
-                # produce what is missing now.
+            # None: another process took or discarded groups meanwhile, paused us, or a task is skipped from now on.
+            while (lease := await self._patiently(lambda: self._attempt(batch_size, train_step))) is None:
+                pass
             sizes = self.progress.plan(batch_size, train_step)
             return await self._result(train_step, ProduceStatus.NORMAL, sizes, lease, loop.time() - began)
         except BaseException:
@@ -100,46 +99,34 @@ class AgentLoopManager(Manager):
 
     async def _attempt(self, batch_size: int, train_step: int) -> Lease | None:
         sizes = self.progress.plan(batch_size, train_step)
-        await self.replay_buffer.give_back_owed()  # before the producer waits for their room
-        await self.replay_buffer.refresh_staleness(
-            task_stale_thresholds={name: task.strategy.stale_threshold for name, task in self.tasks.items()},
-            current_train_step=train_step,
-        )
+        await self._internals.give_back_owed()  # before the producer waits for space in the buffer
+        await self._set_clocks(train_step)
         wants = {name: groups for name, groups in sizes.items() if groups}
-        with self.replay_buffer.asking(sizes):
+        with self._internals.asking(sizes):
             complete = await self._produce(sizes)
         self._check_open()
         await self._pause_strategies(self.tasks)
         if not complete:
             return None
-        return await self.replay_buffer.try_lease(wants, train_step=train_step)
+        return await self._internals.try_lease(wants, train_step)
 
-    async def _missing(self, name: str) -> int:
-        # What others hold, also this manager's for another step, is not there for this one.
+    def _missing(self, name: str, summary: TaskSummary) -> int:
+        # Leased groups, also those of this manager for another step, are not available for this one.
         handed_out = sum(
             step.sizes.get(name, 0) for number, step in self.progress.planned.items() if number in self._leased
         )
-        completed, _ = await self.replay_buffer.completed_and_taken(name)
+        completed = summary.fresh.get(Status.COMPLETED, 0)
         return max(0, self.progress.owed(name, self.progress.target_upto) - handed_out - completed)
 
     async def _meet_store(self, train_step: int, model_step: int) -> None:
         """Before the first step changes anything: a store that was trained further, or drawn from another data set."""
         if not self._met_store:
             for name, task in self.tasks.items():
-                await task.sampler.compare_data(name, *await self.replay_buffer.position(name))
+                await task.sampler.compare_data(name, *await self._internals.position(name))
             await self._refuse_store_ahead(train_step, model_step)
 
-    def _refuse_what_is_too_old(self, train_step: int, model_step: int) -> None:
-        for name, task in self.tasks.items():
-            if self._is_too_old(task, model_step, train_step):
-                raise InvalidInput(
-                    f"what weights of model_step={model_step} generate is too old for train_step={train_step} when it "
-                    f"arrives (the stale threshold of task {name!r} is {task.strategy.reach}), so the batch "
-                    "would never fill; sync the weights first, or raise max_staleness or sync_weights_interval"
-                )
-
     async def resume(self, path: str | os.PathLike[str]) -> int:
-        """As for every manager; not while a batch is being produced."""
+        """See `Manager.resume`; not while a batch is being produced."""
         if self._producing:
             raise InvalidInput("a batch is being produced; resume before that, or when it has ended")
         return await super().resume(path)

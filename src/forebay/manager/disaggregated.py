@@ -1,8 +1,8 @@
 """Disaggregated: a producer in the background runs ahead of the consumer, as far as the weights allow.
 
-The producer fills step after step, at most to `model_step + stale_threshold`: what it would generate for later steps
-is too old on arrival. At that bound it goes on refilling what expires or is filtered below it. The consumer waits on
-the event itself; a failure of the producer, or its end, reaches it at once.
+The producer fills step after step, at most to `model_step + stale_threshold`: results for later steps would be too old
+when they arrive. At that bound it replaces groups that expire or are filtered. The consumer waits for changes of the
+buffer; a failure of the producer, or its end, reaches it at once.
 """
 
 from __future__ import annotations
@@ -11,22 +11,16 @@ import asyncio
 import enum
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 
-from forebay.buffer import ReplayBuffer
-from forebay.checks import whole_number
+from forebay.buffer.lease import Lease, LeaseAttempt
+from forebay.core.aio import Deadline, uncancelled
+from forebay.core.ledger import Clock, LedgerLine
+from forebay.core.validate import checked_integer
 from forebay.errors import BufferClosed, InvalidInput, ProducerStopped, WaitTimeout
-from forebay.lease import Lease
-from forebay.ledger import LedgerLine
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
-from forebay.manager.task import Task
-from forebay.record import Row
-from forebay.threads import see_through
-from forebay.waiting import Deadline
-
-__all__ = ["DisaggregatedAgentLoopManager", "ProducerState"]
 
 log = logging.getLogger(__name__)
 
@@ -50,33 +44,22 @@ class DisaggregatedAgentLoopManager(Manager):
     await manager.continue_produce(model_step=train_step)
     """
 
-    def __init__(
-        self,
-        tasks: Sequence[Task] | Task,
-        replay_buffer: ReplayBuffer,
-        *,
-        sync_weights_interval: int = 1,
-        storage_retry_s: float = 60.0,
-    ) -> None:
-        super().__init__(
-            tasks, replay_buffer, sync_weights_interval=sync_weights_interval, storage_retry_s=storage_retry_s
-        )
-        self.producer_state = ProducerState.RUNNING
-        self._loop_running: asyncio.Future[None] | None = None
-        self._batch_size: int | None = None  # of the producer
-        self._failure: BaseException | None = None
+    producer_state = ProducerState.RUNNING
+    _loop_running: asyncio.Future[None] | None = None
+    _batch_size: int | None = None  # of the producer
+    _failure: BaseException | None = None
 
     # --- the producer ---------------------------------------------------------------------------------
 
     async def produce_loop(self, batch_size: int) -> None:
         """Fill the steps to come until `shutdown`, or until the buffer is closed.
 
-        What goes wrong is raised here, and by the next `get_batch`.
+        Errors are raised here, and by the next `get_batch`.
         """
         self._check_open()
-        whole_number("batch_size", batch_size, least=1)
+        checked_integer("batch_size", batch_size, least=1)
         if self._loop_running is not None:
-            raise InvalidInput("produce_loop runs already; one producer per manager")
+            raise InvalidInput("produce_loop is already running; one producer per manager")
         self._loop_running = asyncio.get_running_loop().create_future()
         self._failure, self._batch_size = None, batch_size
         self.progress.change_batch_size(batch_size)
@@ -90,7 +73,7 @@ class DisaggregatedAgentLoopManager(Manager):
             raise
         except Exception as error:
             if self._closed or isinstance(error, BufferClosed):
-                return  # the run is over; whoever asks for a batch hears from the buffer itself
+                return  # the run is over; `get_batch` gets the error from the buffer
             self._failure = error
             log.warning("producer_failed", exc_info=error)
             raise
@@ -100,35 +83,34 @@ class DisaggregatedAgentLoopManager(Manager):
                 await self._clean_up()
             finally:
                 ended.set_result(None)
-                self.replay_buffer.nudge()
+                self._internals.nudge()
 
     async def _produce_round(self, batch_size: int) -> None:
         """Fill one more step; at the bound, or in a pause, wait until there is something to do."""
         if self.producer_state is ProducerState.PAUSED:
-            await self.replay_buffer.until(self._when_not_paused, "continue_produce", list(self.tasks))
+            await self._until(lambda: self.producer_state is ProducerState.RUNNING, "continue_produce")
             return
         model_step, future = self.model_step, self.progress.producer_future_step
         next_step = self.progress.next_consumer_step
-        upto = min(future, self.bound)
+        upto, newer = min(future, self.bound), f"newer weights than those of step {model_step}"
         if upto < next_step or self._is_behind():
-            await self.replay_buffer.until(
-                lambda: self._when_moved(model_step, next_step),
-                f"newer weights than those of step {model_step}",
-                list(self.tasks),
-            )
+            seen = (model_step, next_step)
+            await self._until(lambda: (self.model_step, self.next_train_step) != seen or self._is_stopped(), newer)
             return
         sizes = self.progress.plan(batch_size, upto)
-        complete = await self._produce(sizes, lambda name, line: self._target(name, line, upto))
-        if not complete:
+        if not await self._produce(sizes, lambda name, line: self._target(name, line, upto)):
             return
         if upto == future:
             self.progress.skip_to(future + 1)
             return
-        await self.replay_buffer.until(
-            lambda: self._when_missing(model_step, upto),
-            f"newer weights than those of step {model_step}, or something to replace",
-            list(self.tasks),
-        )
+        missing = partial(self._when_missing, model_step, upto)
+        await self._internals.until(missing, f"{newer}, or something to replace", list(self.tasks))
+
+    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+        async def attempt() -> bool | None:
+            return self._closed or condition() or None
+
+        await self._internals.until(attempt, what, list(self.tasks))
 
     def _target(self, name: str, line: LedgerLine, upto: int) -> int | None:
         owed = self.progress.owed(name, upto)
@@ -141,26 +123,19 @@ class DisaggregatedAgentLoopManager(Manager):
         return self.model_step + min(active)
 
     def _is_behind(self) -> bool:
-        """Whether what the present weights generate is too old on arrival."""
+        """Whether results of the present weights are too old when they arrive."""
         return self.steps.train_step > self.bound
 
     def _is_stopped(self) -> bool:
         return self._closed or self.producer_state is not ProducerState.RUNNING
 
-    async def _when_not_paused(self) -> bool | None:
-        return (self._closed or self.producer_state is ProducerState.RUNNING) or None
-
-    async def _when_moved(self, model_step: int, next_step: int) -> bool | None:
-        moved = self.model_step != model_step or self.progress.next_consumer_step != next_step
-        return (moved or self._is_stopped()) or None
-
     async def _when_missing(self, model_step: int, upto: int) -> bool | None:
         if self.model_step != model_step or self._is_stopped() or self.bound > upto:
             return True
+        summary = await self._internals.summary(self.tasks)
         for name in self.tasks:
-            available = await self.replay_buffer.produced(name)
-            target = self._target(name, (await self.replay_buffer.ledger()).get(name, {}), upto)
-            if target is not None and available < target:
+            target = self._target(name, summary.task(name).line(), upto)
+            if target is not None and summary.task(name).produced < target:
                 return True
         return None
 
@@ -176,8 +151,8 @@ class DisaggregatedAgentLoopManager(Manager):
 
     async def _grant(self, batch_size: int, train_step: int, timeout_s: float | None) -> ProduceBatchResult:
         self._check_open()
-        whole_number("batch_size", batch_size, least=1)
-        whole_number("train_step", train_step, least=1)
+        checked_integer("batch_size", batch_size, least=1)
+        checked_integer("train_step", train_step, least=1)
         loop = asyncio.get_running_loop()
         began = loop.time()
         for _ in range(2):
@@ -191,76 +166,70 @@ class DisaggregatedAgentLoopManager(Manager):
         await self._settle_owed()
         await self._patiently(lambda: self._refuse_store_ahead(train_step, self.model_step))
         if train_step > max(self.bound, self.progress.next_consumer_step):
-            # Nothing can be there for it, and steps before it are not done: for those nothing may become too old now.
+            # It can have no groups, and steps before it are not done: their groups must not become too old now.
             return await self._result(train_step, ProduceStatus.EXPIRED_BATCH, {}, None, loop.time() - began)
         self.progress.plan(batch_size, train_step)
         self.progress.skip_to(train_step)
         self._asked = max(self._asked, train_step)
         self._set_clock()
-        self.replay_buffer.nudge()  # the producer may owe more than before
+        self._internals.nudge()  # the producer may owe more than before
         deadline = Deadline(timeout_s)
         lease: Lease | ProduceStatus | None = None
         while lease is None:
             sizes = self.progress.plan(batch_size, train_step)  # a task may have been skipped meanwhile
             lease = await self._patiently(partial(self._wait_for, sizes, train_step, deadline))
-        status = ProduceStatus.NORMAL if isinstance(lease, Lease) else lease
-        return await self._result(
-            train_step, status, sizes, lease if isinstance(lease, Lease) else None, loop.time() - began
-        )
+        if isinstance(lease, Lease):
+            return await self._result(train_step, ProduceStatus.NORMAL, sizes, lease, loop.time() - began)
+        return await self._result(train_step, lease, sizes, None, loop.time() - began)
 
     async def _wait_for(
         self, sizes: dict[str, int], train_step: int, deadline: Deadline
     ) -> Lease | ProduceStatus | None:
-        """The batch of a step as it is planned; None if it is planned otherwise now."""
+        """The batch of a step as it is planned; None if the plan has changed."""
         wants = {name: groups for name, groups in sizes.items() if groups}
-        claim, grant = await self.replay_buffer.lease_attempt(wants, train_step=train_step)
+        lease = self._internals.lease_attempt(wants, train_step)
 
-        async def attempt() -> dict[str, list[Row]] | ProduceStatus | bool | None:
+        async def attempt() -> LeaseAttempt | ProduceStatus | bool | None:
             self._check_open()
-            self._check_failure()  # at once, not when what it left has been used up
+            self._check_failure()  # at once, not when its groups have been used up
             if self.progress.planned[train_step].sizes != sizes:
                 return False
-            claimed = await claim()
-            if claimed is not None:
-                return claimed
+            if await lease.claim():
+                return lease
             if self._is_behind():
                 return ProduceStatus.EXPIRED_BATCH
-            self._check_producer()
+            in_flight = sum(task.strategy.in_flight(name) for name, task in self.tasks.items())
+            if self._loop_running is None and not in_flight:
+                raise ProducerStopped(
+                    "the batch is incomplete, nothing is in flight, and produce_loop is not running; start it with "
+                    "asyncio.create_task(manager.produce_loop(batch_size))"
+                )
             return None
 
         names = ", ".join(f"{groups} of task {name!r}" for name, groups in wants.items())
         what = f"the batch of train step {train_step}: {names}"
         try:
-            found = await self.replay_buffer.until(attempt, what, list(wants), timeout_s=deadline.left_s(), wants=sizes)
+            found = await self._internals.until(attempt, what, list(wants), timeout_s=deadline.left_s(), wants=sizes)
         except WaitTimeout as late:
             explanation = f"{late.explanation}\n{await self._explain_tasks()}"
             raise WaitTimeout(what, deadline.timeout_s or 0.0, explanation) from late.__cause__
-        if isinstance(found, dict):
-            return await grant(found)
+        if isinstance(found, LeaseAttempt):
+            return await found.grant()
         return found if isinstance(found, ProduceStatus) else None
 
     def _check_failure(self) -> None:
         if self._failure is not None:
             raise ProducerStopped(
-                f"the producer failed: {type(self._failure).__name__}: {self._failure}; what it produced is kept: "
+                f"the producer failed: {type(self._failure).__name__}: {self._failure}; its groups are kept: "
                 "start produce_loop again when the cause is fixed"
             ) from self._failure
-
-    def _check_producer(self) -> None:
-        in_flight = sum(task.strategy.in_flight(name) for name, task in self.tasks.items())
-        if self._loop_running is None and not in_flight:
-            raise ProducerStopped(
-                "the batch is not there, nothing is in flight, and produce_loop is not running; start it with "
-                "asyncio.create_task(manager.produce_loop(batch_size))"
-            )
 
     # --- around a weight update -----------------------------------------------------------------------
 
     async def pause_produce(self) -> float:
-        """Stop generating, and bring in what is under way, before new weights; the seconds that this took.
+        """Stop generating, and bring in all groups in flight, before new weights; the seconds that this took.
 
-        What is under way in agent loops that take new weights while they run goes on; if all of them do, nothing is
-        stopped.
+        Agent loops that take new weights while they run are not stopped.
         """
         self._check_open()
         stopping = [name for name, task in self.tasks.items() if not task.agent_loop.takes_weights_while_running]
@@ -272,23 +241,24 @@ class DisaggregatedAgentLoopManager(Manager):
     async def continue_produce(self, model_step: int) -> None:
         """Generate again, with the weights of `model_step`."""
         self._check_open()
-        whole_number("model_step", model_step, least=0)
+        checked_integer("model_step", model_step, least=0)
         if model_step < self.model_step:
             raise InvalidInput(
                 f"continue_produce with the weights of step {model_step}, but those of step {self.model_step} were "
-                "used already; weights only go back by resume"
+                "already used; use resume to go back to older weights"
             )
         if model_step > self.model_step:
             self.progress.skipped.clear()
         self.steps.model_step = model_step
         if not self.progress.begun:
             self.progress.skip_to(model_step + 1)  # a run that starts from weights of a later step
+        await self._patiently(lambda: self._internals.advance(dict.fromkeys(self.tasks, Clock(model_step=model_step))))
         self.producer_state = ProducerState.RUNNING
-        self.replay_buffer.nudge()
+        self._internals.nudge()
         log.info("weights_updated model_step=%d", model_step)
 
     async def resume(self, path: str | os.PathLike[str]) -> int:
-        """As for every manager; generation waits for `continue_produce`, when the weights are in the engine."""
+        """See `Manager.resume`; generation waits for `continue_produce`, when the weights are in the engine."""
         if self._loop_running is not None and self.producer_state is ProducerState.RUNNING:
             raise InvalidInput("produce_loop is running; resume before it is started, or after pause_produce")
         model_step = await super().resume(path)
@@ -296,16 +266,13 @@ class DisaggregatedAgentLoopManager(Manager):
         return model_step
 
     async def shutdown(self) -> None:
-        """Stop the producer; what is in flight is back in the buffer when this returns. The buffer stays open."""
+        """Stop the producer; all groups in flight are back in the buffer when this returns. The buffer stays open."""
         self.producer_state = ProducerState.CLOSED
-        cancelled = None
         try:
             await super().shutdown()
-        finally:  # also if it failed: whoever shuts down may close the buffer next
+        finally:  # also if it failed: the caller may close the buffer next
             if self._loop_running is not None:
-                cancelled = await see_through(self._loop_running)
-        if cancelled is not None:
-            raise cancelled
+                await uncancelled(self._loop_running)
 
     async def stats(self) -> dict[str, float]:
         """See `Manager.stats`; also whether the producer runs."""
@@ -325,9 +292,7 @@ class DisaggregatedAgentLoopManager(Manager):
             producer = str(self.producer_state)
         future = self.progress.producer_future_step
         if future > self.bound:
-            filling = (
-                f"keeping the steps up to {self.bound} filled, the last one that these weights are fresh enough for"
-            )
+            filling = f"keeping the steps up to {self.bound} filled, the last one that these weights are fresh for"
         else:
             filling = f"filling step {future}, at most up to {self.bound}"
         return f"{super()._describe()}; producer {producer}, {filling}"

@@ -1,4 +1,4 @@
-"""What a manager hands out: a batch, with how it came about. Reading it resets nothing."""
+"""A batch that a manager hands out, and statistics of how it was produced. Reading them resets nothing."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from forebay.buffer.lease import Lease, Request, shard
+from forebay.core.ledger import Event
+from forebay.core.rollout import RolloutState, Status, versioned_tokens
+from forebay.core.staleness import group_staleness
 from forebay.errors import StorageUnavailable
-from forebay.lease import Lease, Request
-from forebay.ledger import Event
-from forebay.produce.figures import Figures, quantile
-from forebay.rollout import RolloutState, Status, versioned_tokens
-from forebay.staleness import group_staleness
-
-__all__ = ["BatchRequest", "ProduceBatchResult", "ProduceStatus", "TaskResult", "describe_task"]
+from forebay.produce.stats import Figures, mean, quantile
 
 
 class ProduceStatus(enum.StrEnum):
-    """What a batch is."""
+    """Whether a batch has groups."""
 
     NORMAL = "normal"
     EXPIRED_BATCH = "expired_batch"  # empty: bring newer weights to the producer, and ask for the same step again
@@ -72,9 +70,7 @@ class ProduceBatchResult(msgspec.Struct, kw_only=True):
         return [group for groups in self.groups_by_task.values() for group in groups]
 
     def shard(self, rank: int, world_size: int) -> list[list[RolloutState]]:
-        """Whole groups for one trainer rank; see `forebay.lease.shard`."""
-        from forebay.lease import shard
-
+        """Whole groups for one trainer rank; see `forebay.buffer.lease.shard`."""
         return shard(self.groups, rank, world_size)
 
     def total(self, name: str) -> float:
@@ -106,7 +102,7 @@ class ProduceBatchResult(msgspec.Struct, kw_only=True):
 def describe_task(
     batch_size: int, new: Figures, left: Mapping[Status, int], groups: Sequence[Sequence[RolloutState]], train_step: int
 ) -> TaskResult:
-    """What was produced for a task since the batch before, and what its part of this batch is like."""
+    """The results of a task since the batch before, and its part of this batch."""
     samples = [state for group in groups for state in group]
     ages = [group_staleness(group, train_step) for group in groups]
     scores = [
@@ -114,9 +110,8 @@ def describe_task(
         for state in samples
         if state.reward is not None and state.reward.get("score") is not None
     ]
-    times = sorted(new.times_s)
-    p50 = quantile(times, 0.5) if times else None
-    p99 = quantile(times, 0.99) if times else None
+    times = new.times_s
+    p50, p99 = quantile(times, 0.5), quantile(times, 0.99)
     return TaskResult(
         batch_size=batch_size,
         produced_groups=new.groups,
@@ -128,7 +123,7 @@ def describe_task(
         filtered_samples=new.filtered_samples,
         acceptance_rate=new.acceptance_rate,
         group_gen_count=len(times),
-        group_gen_mean_s=_mean(times),
+        group_gen_mean_s=mean(times),
         group_gen_p50_s=p50,
         group_gen_p99_s=p99,
         group_gen_p99_p50_ratio=p99 / p50 if p50 and p99 is not None else None,
@@ -137,16 +132,12 @@ def describe_task(
         raw_rewards_sum=new.reward_sum,
         raw_rewards_count=new.reward_count,
         raw_reward_mean=new.reward_sum / new.reward_count if new.reward_count else None,
-        reward_mean=_mean(scores),
-        response_tokens_mean=_mean([versioned_tokens(state) for state in samples]),
-        staleness_mean=_mean(ages),
+        reward_mean=mean(scores),
+        response_tokens_mean=mean([versioned_tokens(state) for state in samples]),
+        staleness_mean=mean(ages),
         staleness_max=max(ages, default=None),
         leftover={str(status): groups for status, groups in left.items() if groups},
     )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 class BatchRequest(Request[ProduceBatchResult]):
@@ -165,7 +156,7 @@ class BatchRequest(Request[ProduceBatchResult]):
             try:
                 await result.lease.settle_on_exit(None)
             except StorageUnavailable:
-                result.lease.owed = Event.NACKED  # nobody got the groups
+                result.lease.owed = Event.NACKED  # the caller does not get the groups
                 raise
             result.lease = None
         return result

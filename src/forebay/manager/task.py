@@ -1,4 +1,4 @@
-"""What a manager runs: a named stream of prompts with all that belongs to it."""
+"""A task of a manager: a named stream of prompts with its agent loop and its strategy."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from collections.abc import Sequence
 import msgspec
 
 from forebay.agent_loop.base import AgentLoop
-from forebay.arguments import checked_task
-from forebay.buffer import ReplayBuffer
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.core.validate import checked_task
 from forebay.errors import InvalidConfig
-from forebay.manager.allocation import check_weights
+from forebay.manager.schedule import check_weights
 from forebay.produce.strategy import ProduceStrategy
-from forebay.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
-
-__all__ = ["Task", "check_tasks"]
+from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """A task: who draws its prompts, who answers them, how they are produced and judged, and its share of a batch."""
+    """A task: its prompts, its agent loop, how its groups are produced and judged, and its share of a batch."""
 
     name: str
     sampler: Sampler | SamplerWithReplayBuffer
@@ -39,16 +37,16 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         check_sampler(self.sampler)
 
 
-def check_tasks(tasks: Sequence[Task], replay_buffer: ReplayBuffer, sync_weights_interval: int) -> dict[str, Task]:
-    """The tasks by name; InvalidConfig says which of them does not fit."""
-    if isinstance(tasks, Task):
-        tasks = [tasks]
+def check_tasks(
+    tasks: Sequence[Task] | Task, replay_buffer: ReplayBuffer, sync_weights_interval: int
+) -> dict[str, Task]:
+    """The tasks by name; InvalidConfig names a task that does not fit."""
     by_name: dict[str, Task] = {}
-    for task in tasks:
+    for task in [tasks] if isinstance(tasks, Task) else tasks:
         if not isinstance(task, Task):
-            raise InvalidConfig(f"{task!r:.80} is no task; expected Task(name=..., sampler=..., ...)")
+            raise InvalidConfig(f"{task!r:.80} is not a task; expected Task(name=..., sampler=..., ...)")
         if task.name in by_name:
-            raise InvalidConfig(f"two tasks are named {task.name!r}; expected names of their own")
+            raise InvalidConfig(f"two tasks are named {task.name!r}; expected distinct names")
         if task.strategy.replay_buffer is not replay_buffer:
             raise InvalidConfig(f"the strategy of task {task.name!r} was made for another buffer; expected the same")
         if task.strategy.sync_weights_interval != sync_weights_interval:

@@ -1,9 +1,9 @@
-"""How a batch is produced: strategies, what is under way, judging, and the numbers of it all."""
+"""How a batch is produced: strategies, groups in flight, judging, and statistics."""
 
 from forebay.produce.evaluate import Evaluation, evaluate
 from forebay.produce.filters import on_loop, reject_truncated, reject_zero_std
-from forebay.produce.progress import NoProgress, Progress, TerminalProgress
-from forebay.produce.settings import Budgets, Timeouts
+from forebay.produce.plan import Budgets, Timeouts
+from forebay.produce.stats import NoProgress, Progress, TerminalProgress
 from forebay.produce.strategy import AsyncProduceStrategy, ProduceStrategy, Production, SyncProduceStrategy
 
 __all__ = [

@@ -1,9 +1,9 @@
-"""Evaluation: every record of a data set once, and failures as failures.
+"""Evaluation: every record of a data set once, with failures reported as failures.
 
-A training batch replaces a group that fails by another prompt. An evaluation must not: its score would be over another
-set of questions each time. `evaluate` therefore draws exactly one epoch, into a buffer that exists for this call only,
-and returns one group for each record, in the order of the data set; a group that could not be answered or judged is
-FAILED, with its error. Nothing of it meets the groups of training.
+In a training batch another prompt replaces a group that fails. In an evaluation the score would then be over different
+questions each time. `evaluate` therefore draws exactly one epoch, into a buffer that exists for this call only, and
+returns one group for each record, in the order of the data set. A group that could not be generated or judged is FAILED
+and has its error. Evaluation groups never mix with training groups.
 """
 
 from __future__ import annotations
@@ -14,24 +14,21 @@ from collections.abc import Sequence
 import msgspec
 
 from forebay.agent_loop.base import AgentLoop
-from forebay.buffer import ReplayBuffer
-from forebay.checks import whole_number
-from forebay.dataset import MapSource
+from forebay.buffer.buffer import ReplayBuffer
+from forebay.buffer.internal import internals
+from forebay.core.rollout import RolloutState, Status
+from forebay.core.validate import checked_integer
 from forebay.errors import InvalidDataset, InvalidInput
-from forebay.produce.figures import Outcome
+from forebay.produce.inflight import Steps, Works
 from forebay.produce.judge import GroupReward, Judge, SampleReward
-from forebay.produce.progress import Progress, default_progress
-from forebay.produce.settings import Budgets, Timeouts, checked_timeouts
-from forebay.produce.work import Steps, Works
-from forebay.rollout import RolloutState, Status
-from forebay.sampler import Sampler
-from forebay.staleness import Limits
-
-__all__ = ["Evaluation", "evaluate"]
+from forebay.produce.plan import StrategySettings, Timeouts
+from forebay.produce.stats import Outcome, Progress, default_progress
+from forebay.prompts.sampler import Sampler
+from forebay.prompts.sources import MapSource
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """One group for each record, in the order of the data set; those that failed are FAILED and carry `error_msg`."""
+    """One group for each record, in the order of the data set; a group that failed is FAILED and has `error_msg`."""
 
     model_step: int
     groups: list[list[RolloutState]]
@@ -72,10 +69,10 @@ async def evaluate(
     timeouts: Timeouts | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Answer and judge every record of a sampler's data set once, with the weights of `model_step`.
+    """Generate and judge every record of a sampler's data set once, with the weights of `model_step`.
 
-    Use it while training is paused, or with an agent loop of its own. A loop that is paused is resumed meanwhile.
-    `max_in_flight`: groups at a time; by default all of them.
+    Use it while training is paused, or with a separate agent loop. A paused loop is resumed for the evaluation.
+    `max_in_flight`: the maximum number of concurrent groups; by default all of them.
     """
     if not isinstance(agent_loop, AgentLoop):
         raise InvalidInput(f"agent_loop is {agent_loop!r:.80}; expected an AgentLoop")
@@ -83,25 +80,16 @@ async def evaluate(
         raise InvalidInput(f"sampler is {sampler!r:.80}; expected a Sampler")
     source = sampler.source
     if not isinstance(source, MapSource):
-        raise InvalidDataset("an iterable loader has no set of records that is the same each time; expected a data set")
-    whole_number("model_step", model_step, least=0)
+        raise InvalidDataset("an iterable loader cannot be evaluated: its records are not fixed; expected a data set")
+    checked_integer("model_step", model_step, least=0)
     records, clock = len(sampler), asyncio.get_running_loop().time
-    most = records if max_in_flight is None else whole_number("max_in_flight", max_in_flight, least=1)
+    most = records if max_in_flight is None else checked_integer("max_in_flight", max_in_flight, least=1)
     progress = default_progress() if progress is None else progress
     buffer = ReplayBuffer()
     drawing = sampler.with_buffer(buffer)
     judge = Judge(reward_fn=reward_fn, group_reward_fn=group_reward_fn, concurrency=reward_concurrency)
-    works = Works(
-        name,
-        buffer,
-        judge,
-        checked_timeouts(timeouts),
-        Limits(None, None, True),
-        partial=False,
-        max_tries=whole_number("max_tries", max_tries, least=1),
-        tail_after=2**62,
-        budgets=Budgets(),
-    )
+    timeouts = Timeouts() if timeouts is None else timeouts
+    works = Works(name, buffer, judge, StrategySettings(max_tries=max_tries, timeouts=timeouts, tail_after=2**62))
     started: set[int] = set()
     ended: dict[int, list[RolloutState]] = {}
     steps = Steps(model_step + 1, model_step)
@@ -115,10 +103,10 @@ async def evaluate(
         if broken is not None:
             raise broken
         groups = await drawing.draw_again(records, name, own=False)
-        drawn, _ = await buffer.position(name)
-        while drawn < records and (room := most - works.in_flight - len(groups)) > 0:
-            groups += await drawing.draw(min(records - drawn, room), name, (), own=False)
-            drawn, _ = await buffer.position(name)
+        drawn, _ = await internals(buffer).position(name)
+        while drawn < records and (more := most - works.in_flight - len(groups)) > 0:
+            groups += await drawing.draw(min(records - drawn, more), name, (), own=False)
+            drawn, _ = await internals(buffer).position(name)
         for group in groups:
             started.add(group[0].group_id or 0)
             works.start(group, agent_loop, steps)
@@ -130,7 +118,7 @@ async def evaluate(
     try:
         if paused:
             await agent_loop.resume()
-        await buffer.until(step, f"{records} records of {name!r} to be answered", (name,))
+        await internals(buffer).until(step, f"{records} records of {name!r} to be answered", (name,))
     finally:
         try:
             await works.stop()
@@ -139,12 +127,8 @@ async def evaluate(
                 await agent_loop.pause()
             await buffer.close()
     groups = {source.index(group_id): group for group_id, group in ended.items()}
-    missing = (index for index in range(records) if index not in groups)
-    groups |= {index: [_bad_record(index)] for index in missing}  # those that `skip_bad_records` skipped
-    return Evaluation(
-        model_step=model_step, groups=[groups[index] for index in range(records)], seconds=clock() - began
-    )
-
-
-def _bad_record(index: int) -> RolloutState:
-    return RolloutState(message=[], status=Status.FAILED, error_msg=f"record {index} makes no prompt")
+    for index in set(range(records)) - groups.keys():  # skipped by `skip_bad_records`
+        failed = RolloutState(message=[], status=Status.FAILED, error_msg=f"record {index} makes no prompt")
+        groups[index] = [failed]
+    in_order = [groups[index] for index in range(records)]
+    return Evaluation(model_step=model_step, groups=in_order, seconds=clock() - began)

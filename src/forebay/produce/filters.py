@@ -1,7 +1,7 @@
-"""Ready-made filters: which finished groups are not worth training on.
+"""Ready-made filters that reject groups not worth training on.
 
-A filter gets a whole group, all of it COMPLETED and rewarded, and answers True (keep), False, or a reason. It may
-be async. A plain one runs in a thread, like a plain reward, unless `on_loop` declares it cheap.
+A filter gets a complete group, all members COMPLETED and rewarded, and returns True (keep), False, or the reason of a
+rejection. It may be async. A plain function runs in a thread, like a plain reward, unless `on_loop` declares it cheap.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
-from forebay.rollout import RolloutState
-
-__all__ = ["Filter", "Verdict", "is_cheap", "on_loop", "reject_truncated", "reject_zero_std"]
+from forebay.core.rollout import RolloutState
 
 Verdict: TypeAlias = bool | str
 Filter: TypeAlias = Callable[[list[RolloutState]], "Verdict | Awaitable[Verdict]"]
@@ -21,13 +19,13 @@ _ON_LOOP = "forebay_on_loop"
 
 
 def on_loop(function: F) -> F:
-    """Declare a plain reward or filter function cheap: it is called on the event loop instead of in a thread."""
+    """Declare a plain reward or filter function cheap: it runs on the event loop instead of in a thread."""
     setattr(function, _ON_LOOP, True)
     return function
 
 
 def is_cheap(function: Callable[..., Any]) -> bool:
-    """Whether a function may be called on the event loop."""
+    """Whether a function may run on the event loop."""
     return bool(getattr(function, _ON_LOOP, False))
 
 
@@ -40,5 +38,5 @@ def reject_zero_std(group: Sequence[RolloutState]) -> Verdict:
 
 @on_loop
 def reject_truncated(group: Sequence[RolloutState]) -> Verdict:
-    """Reject a group in which some answer was cut off at its token limit."""
+    """Reject a group with a response that was cut off at its token limit."""
     return "truncated" if any(state.finish_reason == "length" for state in group) else True

@@ -1,10 +1,10 @@
-"""Judging results: reward, then filter.
+"""`Judge`: rewards results, then filters them. `Judging`: has the groups of a task judged, through outages and pauses.
 
-Rewards are of a sample, or of a whole group; both, and filters, may be async. Plain functions run in threads of their
-own, so that a slow one does not hold the event loop, unless `on_loop` declares them cheap. A sample is rewarded once:
-members kept from an earlier attempt keep their reward. A group reward is computed when the whole group is there, each
-time again. Filters see finished groups only. `judge` changes no status but FILTERED: a function that raises may be a
-service that is away, and the caller repeats the call until it gives up.
+Rewards are computed per sample or per group; rewards and filters may be async. Plain functions run in dedicated
+threads, so that a slow one does not block the event loop, unless `on_loop` declares them cheap. A sample is rewarded
+once: members kept from an earlier attempt keep their reward. A group reward is computed again for every attempt, when
+the group is complete. Filters see complete groups only. `judge` sets no status but FILTERED and does not retry: a
+function that raises may depend on an unreachable service, so `Judging` repeats the call until it gives up.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from forebay.checks import whole_number
-from forebay.errors import InvalidConfig, InvalidInput
+from forebay.core.aio import RESOLUTION_S, Pool, run_user_code, start_thread
+from forebay.core.rollout import RolloutState, Status, group_reward
+from forebay.core.validate import checked_integer
+from forebay.errors import InvalidConfig, InvalidInput, RewardUnavailable
 from forebay.produce.filters import Filter, is_cheap
-from forebay.produce.members import is_answered, leave_unjudged
-from forebay.rollout import RolloutState, Status, group_reward
-from forebay.threads import Pool, see_through, start_thread
-
-__all__ = ["GroupReward", "Judge", "Judged", "SampleReward", "fail_judging", "set_aside"]
+from forebay.produce.members import fail_judging, set_aside
+from forebay.produce.plan import StrategySettings, Suspects, backoff_s
+from forebay.produce.stats import Stage
+from forebay.prompts.sources import independent
 
 log = logging.getLogger(__name__)
 
@@ -35,27 +36,61 @@ Score: TypeAlias = "float | dict[str, Any] | None"
 SampleReward: TypeAlias = Callable[[RolloutState], "Score | Awaitable[Score]"]
 GroupReward: TypeAlias = Callable[[list[RolloutState]], "Sequence[Score] | Awaitable[Sequence[Score]] | None"]
 
-_LONG_HOLD_S = 0.05
+Judgement: TypeAlias = "tuple[Judged, str | None, asyncio.CancelledError | None]"
+
+_LONG_CALL_S = 0.05
+_MAX_ASIDE = 3  # how often pauses may interrupt the judging of a group before it is a suspect
 
 
 class Judged(NamedTuple):
-    """How judging went. `error`: what raised, or was wrong with a score or verdict.
+    """The result of judging. `error`: the exception, or the problem with a score or verdict.
 
-    `passing`: it may be an outage, so judging can be repeated. `rewarded`: the rewards were given, and something behind
-    them failed. `rejected`: the reason of a filter. `hung`: it did not end in time.
+    `transient`: it may be an outage, so judging can be repeated. `rewarded`: the rewards were given, and a later step
+    failed. `rejected`: the reason of a filter. `hung`: it did not end in time. `outage`: judging fails for all groups,
+    so that producing has to end.
     """
 
     error: str | None = None
-    passing: bool = False
+    transient: bool = False
     rewarded: bool = False
     rejected: str | None = None
     hung: bool = False
+    outage: RewardUnavailable | None = None
+
+
+class Pause:
+    """Whether a task is to stop. A pause ends waits, shortens judging, and keeps new groups from being started."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.count = 0  # pauses so far
+        self.overdue: str | None = None  # the limit of a pause, which cancels the attempts that did not end within it
+        self._waiters: set[asyncio.Future[None]] = set()
+
+    def begin(self) -> None:
+        self.on = True
+        self.count += 1
+        for waiter in self._waiters:
+            if not waiter.done() and not waiter.get_loop().is_closed():
+                waiter.set_result(None)
+
+    async def wait(self, timeout_s: float, *others: asyncio.Future[Any]) -> None:
+        """Until a pause begins, one of the others is done, or for `timeout_s`."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        if self.on:
+            waiter.set_result(None)
+        try:
+            await asyncio.wait((waiter, *others), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._waiters.discard(waiter)
+            waiter.cancel()
 
 
 class Judge:
-    """How results are judged. Nothing set: everything is kept, with the rewards that the agent loop gave.
+    """Rewards and filters results. By default every group is kept, with the rewards that the agent loop gave.
 
-    `concurrency`: how many calls of rewards and filters run at a time.
+    `concurrency`: the maximum number of concurrent calls of rewards and filters.
     """
 
     def __init__(
@@ -67,37 +102,29 @@ class Judge:
         concurrency: int = 64,
     ) -> None:
         if reward_fn is not None and group_reward_fn is not None:
-            raise InvalidConfig("reward_fn and group_reward_fn are both given; expected one of them")
+            raise InvalidConfig("reward_fn and group_reward_fn are both set; expected one of them")
         for function in (reward_fn, group_reward_fn, *filters):
             if function is not None and not callable(function):
-                raise InvalidConfig(f"{function!r:.80} is no function; expected one that judges samples or groups")
+                raise InvalidConfig(f"{function!r:.80} is not a function; expected one that judges samples or groups")
         self.reward_fn = reward_fn
         self.group_reward_fn = group_reward_fn
         self.filters = tuple(filters)
-        self.concurrency = whole_number("reward_concurrency", concurrency, least=1)
+        self.rewards = reward_fn is not None or group_reward_fn is not None
+        self.idle = not self.rewards and not self.filters
+        self.concurrency = checked_integer("reward_concurrency", concurrency, least=1)
         self.pool = Pool("judge", concurrency, "rewards and filters")
         self._slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
         self._warned: set[int] = set()
         self._calls: dict[Any, asyncio.Future[Any]] = {}  # in threads
 
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return self.reward_fn is None and self.group_reward_fn is None and not self.filters
-
-    @property
-    def rewards(self) -> bool:
-        """Whether it gives rewards."""
-        return self.reward_fn is not None or self.group_reward_fn is not None
-
     async def judge(self, members: list[RolloutState], *, keep_rejected: bool = False) -> Judged:
-        """Reward the finished members, and filter the group if it is complete.
+        """Reward the COMPLETED members, and filter the group if it is complete.
 
-        Members that are rejected become FILTERED, unless `keep_rejected`.
+        Rejected members become FILTERED, unless `keep_rejected`.
         """
         error = await self._reward(members)
         if error is not None:
-            return Judged(_text(error, "the reward raised "), passing=not isinstance(error, InvalidInput))
+            return Judged(_describe(error, "the reward raised "), transient=not isinstance(error, InvalidInput))
         if not all(state.status is Status.COMPLETED for state in members):
             return Judged()
         try:
@@ -105,14 +132,14 @@ class Judge:
                 await self._reward_group(self.group_reward_fn, members)
             rejected = await self._rejected(members)
         except Exception as raised:
-            return Judged(_text(raised), passing=not isinstance(raised, InvalidInput), rewarded=True)
+            return Judged(_describe(raised), transient=not isinstance(raised, InvalidInput), rewarded=True)
         if rejected is not None and not keep_rejected:
             for state in members:
                 state.status, state.error_msg = Status.FILTERED, rejected
         return Judged(rejected=rejected)
 
     async def _reward(self, members: Sequence[RolloutState]) -> Exception | None:
-        """Give the rewards that are missing; the last error, one that no retry can help before others."""
+        """Compute the missing rewards. Returns the last error, preferring one that a retry cannot fix."""
         function = self.reward_fn
         if function is None:
             return None
@@ -138,17 +165,18 @@ class Judge:
 
     async def _reward_group(self, reward: GroupReward, members: list[RolloutState]) -> None:
         before = [state.reward for state in members]
-        given = await self._result(reward, list(members))  # a list of its own: the group is not to lose members here
+        given = await self._result(reward, list(members))  # a copy, so that the function cannot remove members
         given = [None] * len(members) if given is None else given
         if len(given) != len(members):
             raise InvalidInput(
-                f"group_reward_fn gave {len(given)} rewards for {len(members)} members; the numbers must match"
+                f"group_reward_fn returned {len(given)} rewards for {len(members)} members; the numbers must match"
             )
         try:
-            _give(members, [_reward_of(state, score, reward) for state, score in zip(members, given, strict=True)])
-            group_reward(members)  # refuses scores that are no numbers
+            rewards = [_reward_of(state, score, reward) for state, score in zip(members, given, strict=True)]
+            _set_rewards(members, rewards)
+            group_reward(members)  # refuses scores that are not numbers
         except Exception:
-            _give(members, before)  # the responses are kept, and could not be stored with these
+            _set_rewards(members, before)  # samples with invalid rewards could not be stored
             raise
 
     async def _rejected(self, members: list[RolloutState]) -> str | None:
@@ -159,14 +187,14 @@ class Judge:
             if verdict is True:
                 continue
             if verdict is not False and not isinstance(verdict, str):
-                raise InvalidInput(f"a filter answered {verdict!r:.80}; expected True, False or a reason")
+                raise InvalidInput(f"a filter returned {verdict!r:.80}; expected True, False or a reason")
             return verdict or "filtered"
         return None
 
-    # --- functions of the user ------------------------------------------------------------------------
+    # --- calls of user functions ----------------------------------------------------------------------
 
     async def _result(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """What a function of the user returns: awaited if it can be, called in a thread unless it is async or cheap."""
+        """The result of a user function: called in a thread unless it is async or cheap, and awaited if necessary."""
         if is_cheap(function):
             result = self._called(function, argument)
             if isinstance(result, Exception):
@@ -179,9 +207,9 @@ class Judge:
             return await self._watched(function, result) if inspect.isawaitable(result) else result
 
     async def _in_thread(self, function: Callable[[Any], Any], argument: Any) -> Any:
-        """The result of a call in a thread. A cancel leaves it behind; whoever asks the same again waits for that call.
+        """The result of a call in a thread. A cancel leaves the call behind; a repeated call waits for the first one.
 
-        So a reward that hangs takes one thread, however often its group is judged.
+        So a reward that hangs occupies one thread, however often its group is judged.
         """
         key = _key(function, argument)
         calling = self._calls.get(key)
@@ -197,10 +225,10 @@ class Judge:
             return await self._watched(function, result)
 
     async def _watched(self, function: Callable[[Any], Any], result: Awaitable[Any]) -> Any:
-        """Await what a function of the user returned, and note how long it holds the event loop at a time."""
+        """Await the result of a user function, and warn if it blocks the event loop."""
         if not inspect.iscoroutine(result):
             return await result
-        return await _stepwise(result, lambda held_s: self._note_hold(function, held_s, cheap=False))
+        return await _stepwise(result, lambda seconds: self._note_hold(function, seconds, cheap=False))
 
     def _called(self, function: Callable[[Any], Any], argument: Any) -> Any:
         began = time.perf_counter()
@@ -211,14 +239,14 @@ class Judge:
         finally:
             self._note_hold(function, time.perf_counter() - began, cheap=True)
 
-    def _note_hold(self, function: Callable[[Any], Any], held_s: float, *, cheap: bool) -> None:
-        if held_s > _LONG_HOLD_S and id(function) not in self._warned:
+    def _note_hold(self, function: Callable[[Any], Any], seconds: float, *, cheap: bool) -> None:
+        if seconds > _LONG_CALL_S and id(function) not in self._warned:
             self._warned.add(id(function))
-            declared = "it is declared cheap with on_loop, but" if cheap else "it is async, but between two awaits it"
+            declared = "on_loop declares it cheap, but it" if cheap else "it is async, but between two awaits it"
             other = "without on_loop it runs in a thread" if cheap else "a plain function runs in a thread"
             log.warning(
-                "loop_held function=%s seconds=%.3f: %s holds the event loop; %s",
-                getattr(function, "__qualname__", function), held_s, declared, other,
+                "loop_held function=%s seconds=%.3f: %s blocks the event loop; %s",
+                getattr(function, "__qualname__", function), seconds, declared, other,
             )  # fmt: skip
 
     def _slot(self) -> asyncio.Semaphore:
@@ -230,7 +258,7 @@ class Judge:
 
 @types.coroutine
 def _stepwise(work: Coroutine[Any, Any, Any], note: Callable[[float], None]) -> Generator[Any, Any, Any]:
-    """Run a coroutine, and tell for each of its steps from one suspension to the next how many seconds it took."""
+    """Run a coroutine, and call `note` with the seconds of each step between two suspensions."""
     value: Any = None
     error: BaseException | None = None
     while True:
@@ -247,53 +275,178 @@ def _stepwise(work: Coroutine[Any, Any, Any], note: Callable[[float], None]) -> 
             value, error = None, raised
 
 
-def set_aside(members: Sequence[RolloutState]) -> None:
-    """Judging was stopped from outside: finished members wait for it, and spend nothing."""
-    for state in members:
-        if is_answered(state):
-            leave_unjudged(state)
+class Judging:
+    """Has the groups of one task judged.
 
+    While rewards or filters raise they are called again, with growing delays, and nothing is spent before
+    `judge_give_up_s`. If they fail for all groups, producing ends then, and nothing is spent. A pause shortens the
+    time; a group that it stops is judged on its retry.
+    """
 
-def fail_judging(members: Sequence[RolloutState], judged: Judged, max_tries: int) -> str:
-    """Judging was given up: members that are not judged spend a try, and wait for the next. The error."""
-    error = judged.error or "it could not be judged"
-    for state in members:
-        if is_answered(state) and (judged.rewarded or state.reward is None):
-            state.num_tries += 1
-            leave_unjudged(state)
-            state.error_msg = error
-            if state.num_tries >= max_tries:
-                state.status = Status.FAILED
-    return error
+    def __init__(
+        self,
+        task_name: str,
+        judge: Judge,
+        settings: StrategySettings,
+        pause: Pause,
+        suspects: Suspects,
+        keep_rejected: Callable[[], bool],
+        stages: Callable[[], Sequence[Stage]],
+    ) -> None:
+        self.judge = judge
+        self._task_name = task_name
+        self._timeouts = settings.timeouts
+        self._max_tries = settings.max_tries
+        self._pause = pause
+        self._suspects = suspects
+        self._keep_rejected = keep_rejected
+        self._stages = stages
+        self._failing_since: float | None = None  # since when rewards or filters raise
+        self._failed: set[int] = set()  # groups for which they have raised since then
+        self._worked_at = 0.0  # when judging worked last
+        self.aside: dict[int, tuple[float, int]] = {}  # how long groups were judged, and how often set aside
+
+    async def run(self, members: list[RolloutState], stage: Stage) -> Judgement:
+        """Reward and filter a group; the result, the error if it cost a try, and a cancel meanwhile."""
+        clock, group_id = asyncio.get_running_loop().time, stage.group_id
+        began, times, failing_since = clock(), 0, None
+        # Over all attempts: a pause must not restart the clock of a reward that hangs.
+        before_s, aside = self.aside.pop(group_id, (0.0, 0))
+        deadline = began + self._timeouts.judge_give_up_s - before_s
+        while True:
+            judged, cancelled = await self._call(members, group_id, max(0.0, deadline - clock()))
+            if judged is None:
+                set_aside(members)
+                self.aside[group_id] = before_s + clock() - began, aside + 1
+                if cancelled is None and aside + 1 >= _MAX_ASIDE:
+                    self._suspects.cut_short(group_id, clock())  # later pauses do not wait for it
+                return Judged(), None, cancelled
+            self._note_outage(stage, judged)
+            if judged.error is None:
+                return judged, None, cancelled
+            times += 1
+            delay_s = backoff_s(times)
+            failing_since = clock() if failing_since is None else failing_since
+            away_since = self._away_since(group_id, judged, began if judged.hung else failing_since)
+            if away_since is not None and judged.transient:
+                deadline = max(deadline, away_since + self._timeouts.judge_give_up_s)
+            if not judged.transient or clock() + delay_s >= deadline - RESOLUTION_S:
+                if away_since is not None:
+                    set_aside(members)
+                    return Judged(outage=self._outage(clock() - away_since, judged)), None, cancelled
+                return judged, fail_judging(members, judged.error, self._max_tries, rewarded=judged.rewarded), cancelled
+            stage.note = f"repeated after {judged.error}"
+            try:
+                await self._pause.wait(delay_s)
+            except asyncio.CancelledError as stopped:
+                cancelled = stopped
+            if cancelled is not None or self._pause.on:
+                set_aside(members)
+                self.aside[group_id] = before_s + clock() - began, aside
+                return Judged(), None, cancelled
+
+    async def _call(
+        self, members: list[RolloutState], group_id: int, left_s: float
+    ) -> tuple[Judged | None, asyncio.CancelledError | None]:
+        """One call of the judge, and a cancel meanwhile; None if a pause or a cancel stopped it."""
+        hurried = False
+
+        async def until(judging: asyncio.Future[Any]) -> None:
+            nonlocal hurried
+            await self._pause.wait(left_s, judging)
+            hurried = self._pause.on
+            if not judging.done() and hurried and group_id not in self._suspects:
+                await asyncio.wait((judging,), timeout=self._timeouts.judge_timeout_s)
+
+        # With a separate list: a call that is left behind must not change the list that we keep.
+        judging = self.judge.judge(list(members), keep_rejected=self._keep_rejected())
+        call = await run_user_code(judging, until=until, cancel_timeout_s=self._timeouts.cancel_timeout_s)
+        if call.future.done() and not call.future.cancelled():
+            return call.future.result(), call.cancelled
+        members[:] = [independent(state.__copy__()) for state in members]  # a thread may still change the others
+        if call.cancelled is not None or (hurried and not call.in_time):
+            return None, call.cancelled
+        if call.in_time:
+            return Judged("judging cancelled itself", rewarded=self.judge.reward_fn is None), None
+        self._suspects.cut_short(group_id, asyncio.get_running_loop().time())  # no batch waits for its next attempt
+        error = f"not judged within {self._timeouts.judge_give_up_s:g} s"
+        return Judged(error, rewarded=self.judge.reward_fn is None, hung=True), None
+
+    def _note_outage(self, stage: Stage, judged: Judged) -> None:
+        """Log once when judging begins to fail, and once when it works again."""
+        now = asyncio.get_running_loop().time()
+        if judged.error is None:
+            if self._failing_since is not None:
+                log.warning("judging_works_again task=%s seconds=%.1f", self._task_name, now - self._failing_since)
+            self._failing_since = None
+            self._failed.clear()
+            self._worked_at = now
+        elif judged.transient or judged.hung:
+            self._failed.add(stage.group_id)
+            if self._failing_since is None:
+                self._failing_since = max(stage.since, self._worked_at) if judged.hung else now
+                log.warning(
+                    "judging_failed task=%s group=%d error=%s: repeated, and nothing is spent, for judge_give_up_s=%g",
+                    self._task_name, stage.group_id, judged.error, self._timeouts.judge_give_up_s,
+                )  # fmt: skip
+
+    def _away_since(self, group_id: int, judged: Judged, since: float) -> float | None:
+        """The time since when judging has failed for several groups and worked for none; None if it has not."""
+        failed = self._failing_since
+        if not (judged.transient or judged.hung) or failed is None or failed > since + RESOLUTION_S:
+            return None
+        others = set(self._failed)
+        if judged.hung:  # the others have not timed out yet
+            began = asyncio.get_running_loop().time() - self._timeouts.judge_give_up_s / 2
+            others |= {stage.group_id for stage in self._stages() if stage.name == "judging" and stage.since <= began}
+        return failed if others - {group_id} else None
+
+    def _outage(self, seconds: float, judged: Judged) -> RewardUnavailable:
+        return RewardUnavailable(
+            f"judging groups of task {self._task_name!r} has failed for {seconds:.0f} s, and worked for none of them "
+            f"(judge_give_up_s={self._timeouts.judge_give_up_s:g}); the last error: {judged.error}. No try was spent, "
+            "and the responses are kept; produce again when the reward or filter works"
+        )
+
+    def forget_outage(self) -> None:
+        """Producing ended because of an outage of the reward: the next call gives the reward its full time again.
+
+        No batch relies on groups for which it failed: if they are the cause, other prompts replace them.
+        """
+        for group_id in self._failed:
+            self._suspects.cut_short(group_id, asyncio.get_running_loop().time())
+        self._failed.clear()
+        self._failing_since = None
+        self.aside.clear()
 
 
 def _key(function: Callable[[Any], Any], argument: Any) -> Any:
-    """What makes two calls the same: the function, and the answers that it judges."""
+    """Identifies a call: the function, and the answers that it judges."""
     states = argument if isinstance(argument, list) else [argument]
-    return id(function), isinstance(argument, list), tuple(_answer(state) for state in states)
-
-
-def _answer(state: RolloutState) -> Any:
-    if state.rollout_id is None or state.response is None:
-        return id(state)
-    return state.task_name, state.rollout_id, state.segment, state.response
+    answers = [
+        (state.task_name, state.rollout_id, state.segment, state.response)
+        if state.rollout_id is not None and state.response is not None
+        else id(state)
+        for state in states
+    ]
+    return id(function), isinstance(argument, list), tuple(answers)
 
 
 class _BadReward(InvalidInput):
-    """What a function returned is no reward; the message says so by itself."""
+    """A function returned something that is not a reward; the message names the function."""
 
 
-def _text(error: Exception, prefix: str = "") -> str:
+def _describe(error: Exception, prefix: str = "") -> str:
     return str(error) if isinstance(error, _BadReward) else f"{prefix}{type(error).__name__}: {error}"
 
 
-def _give(members: Sequence[RolloutState], rewards: Sequence[dict[str, Any] | None]) -> None:
+def _set_rewards(members: Sequence[RolloutState], rewards: Sequence[dict[str, Any] | None]) -> None:
     for state, reward in zip(members, rewards, strict=True):
         state.reward = reward
 
 
 def _reward_of(state: RolloutState, score: Any, function: Callable[..., Any]) -> dict[str, Any]:
-    """The reward that a function gave a sample: what it returned, or None if it, or the agent loop, set `reward`."""
+    """The reward of a sample: the result of the function, or `reward` if the function or the agent loop set it."""
     score = state.reward if score is None else score
     name = getattr(function, "__qualname__", function)
     sample = f"for rollout {state.rollout_id} of group {state.group_id}"
@@ -311,7 +464,7 @@ def _reward_of(state: RolloutState, score: Any, function: Callable[..., Any]) ->
 
 
 def _as_reward(score: Any) -> dict[str, Any] | None:
-    """A reward as it is kept; None if it is none."""
+    """The reward as it is stored; None if the score is invalid."""
     if isinstance(score, dict):
         return {name: _plain(value) for name, value in score.items()}
     number = _plain(score)
@@ -319,7 +472,7 @@ def _as_reward(score: Any) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """A scalar of numpy or torch as a number of Python; anything else as it is."""
+    """A scalar of numpy or torch as a number of Python; any other value unchanged."""
     if isinstance(value, np.generic) or (getattr(value, "shape", None) == () and hasattr(value, "item")):
         return value.item()
     return value
@@ -330,26 +483,12 @@ def _is_finite(score: Any) -> bool:
 
 
 async def _all_ended(calls: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of calls, or the exceptions that they raised; none is left behind by a cancel."""
-    tasks = [asyncio.ensure_future(call) for call in calls]
-    if not tasks:
-        return []
-    try:
-        await asyncio.wait(tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        # A further cancel waits, too: a reward that still runs must not see its sample change hands.
-        cancelled = await see_through(asyncio.gather(*tasks, return_exceptions=True))
-        if cancelled is not None:
-            raise cancelled
-    return [_outcome(task) for task in tasks]
+    """The results of calls, or the exceptions that they raised.
 
-
-def _outcome(task: asyncio.Task[Any]) -> Any:
-    if task.cancelled():
-        return InvalidInput("it cancelled itself")
-    error = task.exception()
-    if error is not None and not isinstance(error, Exception):
-        raise error
-    return error or task.result()
+    A cancel waits for all calls: a sample must not be used again while a reward function still has it.
+    """
+    ended = await run_user_code(asyncio.gather(*calls, return_exceptions=True))
+    if ended.cancelled is not None:
+        raise ended.cancelled
+    results = ended.future.result()
+    return [InvalidInput("it cancelled itself") if isinstance(r, asyncio.CancelledError) else r for r in results]

@@ -1,15 +1,15 @@
-"""Ray's object references in samples: how to get their values, to put values back, and to tell which are lost.
+"""Ray's object references: wait for their values, put values back, and find out which are lost.
 
-Importing this registers `ray.ObjectRef` with `forebay.references`. Nothing here calls `free`: Ray counts references,
-and Forebay's own go with the rows that hold them. An object lives no longer than its owner, the process that put it or
-started the task that made it, whoever else refers to it. So whoever puts a value back owns it.
+Importing this registers `ray.ObjectRef` with `core.references`. Nothing here calls `free`: Ray counts references, and
+Forebay drops its own with the rows that hold them. An object lives no longer than its owner, the process that put it or
+started the task that made it, even if others refer to it. So the process that puts a value back owns it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,15 +18,13 @@ import ray
 from ray import exceptions
 from ray.experimental import get_object_locations
 
+from forebay.core.aio import in_thread
+from forebay.core.references import register
 from forebay.errors import ReferenceLost, StorageError
-from forebay.references import register
-from forebay.threads import in_thread
-
-__all__ = ["lost", "put", "resolve"]
 
 _LOCATE_S = 5.0
-_ASKED_AT_ONCE = 1_000  # Ray makes several questions of more than 10,000
-_CONFIRM_S = 15.0  # Ray itself says after a second that an owner has died
+_ASKED_AT_ONCE = 1_000  # Ray splits requests for more than 10,000
+_CONFIRM_S = 15.0  # Ray itself reports after a second that an owner has died
 _AGAIN_S = 1.0
 _COPY_HERE = ""
 
@@ -45,31 +43,41 @@ _GONE: tuple[tuple[type[BaseException], str], ...] = (
     (exceptions.TaskUnschedulableError, "the task that makes it cannot run"),
     (exceptions.ActorUnschedulableError, "the actor that makes it cannot run"),
 )
-"""What is the end of an object, the special before the general. All other errors may pass: they fail no group."""
+"""Errors that mean the end of an object, subclasses first. All others may be temporary, and fail no group."""
 
 
-async def resolve(reference: ray.ObjectRef[Any]) -> Any:
-    """The value of an object, waited for without holding the event loop; ReferenceLost if there will be none."""
+def as_future(reference: Any, *, first: Callable[[], None] | None = None) -> asyncio.Future[Any]:
+    """The value of an object, or the result of a call, as a future. `first` runs before it is done, on any thread.
+
+    Not `asyncio.wrap_future`: a cancel must not reach Ray's future, which Ray completes in any case, and the event
+    loop may be closed by then.
+    """
     loop = asyncio.get_running_loop()
     arrival: asyncio.Future[Any] = loop.create_future()
 
-    def hand_over(future: concurrent.futures.Future[Any]) -> None:
-        if arrival.done():  # nobody waits any more
+    def hand_over(source: concurrent.futures.Future[Any]) -> None:
+        if arrival.done():  # the caller was cancelled
             return
-        error = future.exception()
+        error = source.exception()
         if error is None:
-            arrival.set_result(future.result())
+            arrival.set_result(source.result())
         else:
             arrival.set_exception(error)
 
-    def arrived(future: concurrent.futures.Future[Any]) -> None:
-        with suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(hand_over, future)
+    def arrived(source: concurrent.futures.Future[Any]) -> None:
+        if first is not None:
+            first()
+        with suppress(RuntimeError):  # the event loop is closed: nothing waits for the result
+            loop.call_soon_threadsafe(hand_over, source)
 
-    # Not awaited itself: a cancel of ours must not reach Ray's future, which Ray completes in any case.
     reference.future().add_done_callback(arrived)
+    return arrival
+
+
+async def resolve(reference: ray.ObjectRef[Any]) -> Any:
+    """Wait for the value of an object without blocking the event loop; ReferenceLost if there will be none."""
     try:
-        return await arrival
+        return await as_future(reference)
     except exceptions.RayError as error:
         reason = next((reason for kind, reason in _GONE if isinstance(error, kind)), None)
         if reason is None:
@@ -78,26 +86,27 @@ async def resolve(reference: ray.ObjectRef[Any]) -> Any:
 
 
 def _cause(error: BaseException) -> str:
-    """What the user's own code raised, in one line: reasons are counted by their text."""
+    """The error of the user's own code, in one line: reasons are counted by their text."""
     cause = error.cause if isinstance(error, exceptions.RayTaskError) else None
     return "" if cause is None else f" ({type(cause).__name__}: {str(cause).partition(chr(10))[0][:80]})"
 
 
 def put(value: Any) -> ray.ObjectRef[Any]:
-    """A new object, owned by this process; StorageError if there is no room for it."""
+    """A new object, owned by this process; StorageError if it does not fit."""
     try:
         return ray.put(value)
     except (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError) as error:
-        raise StorageError(f"no room in Ray's object store for the value of a reference: {error}") from error
+        raise StorageError(f"Ray's object store is too full for the value of a reference: {error}") from error
 
 
 async def lost(references: Iterable[ray.ObjectRef[Any]]) -> dict[ray.ObjectRef[Any], str]:
-    """Those whose owner has died, with the reason; nothing is transferred. Milliseconds, unless there are some.
+    """The references whose owner has died, with the reason. Transfers nothing; takes milliseconds if there are none.
 
-    Asks the owners where the objects are. One that does not answer may only be out of reach, so Ray is asked for the
-    value: if the owner is dead and no copy on this node, it says so after a second. A copy here may go at any moment,
-    and helps nobody elsewhere: then the owner's silence a second later decides. What cannot be told counts as there, as
-    does what is still being made. Not seen: an object whose owner lives, and whose only copy was on a node that died.
+    Asks the owners where the objects are. An owner that does not answer may only be out of reach, so Ray is asked for
+    the value: if the owner is dead and this node has no copy, Ray says so after a second. A copy on this node may be
+    dropped at any moment, and is no use elsewhere: then the owner is asked again a second later. An object counts as
+    there if this cannot be decided, or while it is still being made. Not noticed: an object whose owner is alive and
+    whose only copy was on a node that died.
     """
     silent = await _silent(list(dict.fromkeys(references)))
     reasons = dict(zip(silent, await asyncio.gather(*[_verdict(reference) for reference in silent]), strict=True))
@@ -110,16 +119,16 @@ async def lost(references: Iterable[ray.ObjectRef[Any]]) -> dict[ray.ObjectRef[A
 
 
 async def _silent(references: list[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
-    """Those whose owner does not say where they are."""
+    """The references whose owner does not answer where they are."""
     asked = await asyncio.gather(*[in_thread(partial(_unlocated, owned)) for owned in _by_owner(references)])
     return [reference for silent in asked for reference in silent]
 
 
 def _by_owner(references: list[ray.ObjectRef[Any]]) -> list[list[ray.ObjectRef[Any]]]:
-    """What may be asked for in one call: Ray 2.60 ends this process if it is asked for the objects of several owners.
+    """The references by owner: Ray 2.60 ends this process if one call asks for the objects of several owners.
 
-    It counts its questions while the first answers come in, and if all that were put so far are answered, it is ready;
-    being ready twice is an error that nobody catches (`std::future_error`).
+    It counts its requests while the first answers arrive, and is ready when all requests sent so far are answered;
+    being ready twice is an error that nothing catches (`std::future_error`).
     """
     core: Any = ray._private.worker.global_worker
     owner_of = getattr(core.core_worker, "get_owner_address", None)
@@ -137,13 +146,13 @@ def _by_owner(references: list[ray.ObjectRef[Any]]) -> list[list[ray.ObjectRef[A
 def _unlocated(references: list[ray.ObjectRef[Any]]) -> list[ray.ObjectRef[Any]]:
     try:
         located = get_object_locations(references, timeout_ms=int(_LOCATE_S * 1000))
-    except exceptions.RayError:  # it took too long, which tells nothing
+    except exceptions.RayError:  # a timeout proves nothing
         return []
     return [reference for reference in references if reference not in located]
 
 
 async def _verdict(reference: ray.ObjectRef[Any]) -> str | None:
-    """Why an object is lost; None if that cannot be told, and _COPY_HERE if it can be had in spite of its owner."""
+    """Why an object is lost; None if that cannot be decided, _COPY_HERE if this node has a copy."""
     try:
         async with asyncio.timeout(_CONFIRM_S):
             await resolve(reference)

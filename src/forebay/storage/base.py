@@ -1,32 +1,36 @@
-"""The contract of a storage: where groups live, and the only place where they move.
+"""The storage contract: where groups live, and the only place where they move.
 
-A storage holds rows. A row is a record (metadata: status x place, see `record`) and a payload (the samples).
-It also keeps one account per task (`ledger.Account`: issued count, cursor, ends, reasons, watermark). This page
-is all that a backend's author needs; `forebay.testing.StorageConformance` proves the result.
+A storage holds rows. A row is a record (metadata: status and place, see `core.ledger`) and a payload (the samples).
+It also keeps one account per task (`core.ledger.Account`: counts, cursor, ends, reasons, clocks, limits).
+`storage.rules` has the rules that every backend shares; `forebay.testing.StorageConformance` proves the result.
 
 Promises of every operation
-- *One step.* It happens whole or not at all, and counts change with the rows: any one read sees a closed
+- *One step.* It happens completely or not at all, and counts change together with the rows: any one read sees a closed
   ledger (G1) and whole groups (G2). If it raises, nothing changed.
 - *Legal moves only.* A row moves along `ledger.MOVES`; `check_move` is the authority. A move to an `End` books the
   group out of the account with its reason and removes the row (or archives it, see `keep_trained`).
-- *Cancellation.* A `claim` that is cancelled leaves nothing claimed: what it had already moved goes back, so that
-  nothing is ever held by a caller that never learned of it. Any other call that is cancelled may have happened, and is
-  never half done.
-- *Fencing.* Who gives back must still hold. A row in flight is held under (owner, attempt), a leased row under its
-  lease_id. `attempt` grows each time a row moves to in flight. Anyone else gets `LostLease`.
-- *Ownership.* What a call hands in belongs to the storage. What it hands out is shared and must be copied before a
-  user gets it, except groups that a claim took for good: those are the caller's own.
-- *Order.* `timestamp_id` numbers arrivals in the buffer; it is new at each `put`, and stays as it is over claims,
-  leases, returns from a lease, and revisions, so that a group comes back to its old place in the order.
-- *Wake-ups.* After a step that may let a waiter go on, every listener is called with the tasks concerned, from
-  any thread. A listener may be called too often, never too seldom (also after a reconnect).
+- *Cancellation.* A cancelled `claim` leaves nothing claimed: rows that it had already moved go back, so that no caller
+  ever holds a group that it never learned of. Any other cancelled call may have happened; it is never half done.
+- *Fencing.* Only the current owner can give a row back. A row in flight is held under (owner, attempt), a leased row
+  under its lease_id. `attempt` grows each time a row moves to in flight. Anyone else gets `LostLease`.
+- *Ownership.* Arguments belong to the storage from then on. Results are shared and must be copied before a user gets
+  them, except groups that a claim took for good: those belong to the caller.
+- *Order.* `timestamp_id` numbers arrivals in the buffer. It is new at each `put` and survives claims, leases, returns
+  from a lease, and revisions, so that a group comes back to its old place in the order.
+- *Wake-ups.* After a step that may let a waiter continue, every listener is called with the tasks concerned, from
+  any thread. A listener may be called too often, never too rarely (also after a reconnect).
 - *Free loop.* No operation holds the event loop for long however much is stored (G10); work in proportion to its
   own batch is allowed.
-- *Clock.* Times and deadlines are the storage's own (for a server: the server's), never the callers'.
+- *Clock.* Times and deadlines are the storage's own (for a server: the server's), never the caller's.
 
-A storage may be used by several owners (buffers) at once: in one process, or, if `shared`, in many. All of them
-must open it with the same settings.
+Several owners (buffers) may use a storage at once: in one process, or, if `shared`, in many. All of them must open it
+with the same settings.
+
+An operation has no body here: a backend defines it as a method, or defines `_perform`, which runs all others.
 """
+
+# mypy: disable-error-code="empty-body"
+# ruff: noqa: B027
 
 from __future__ import annotations
 
@@ -34,58 +38,38 @@ import asyncio
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from functools import wraps
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import msgspec
 
-from forebay.ledger import Account, Event, GroupEnd, LedgerLine, Place, Watermark, arrival_tokens
-from forebay.policy import ARRIVAL, Choose, Order
-from forebay.query import Node
-from forebay.record import Facts, Record, Row, Tags
-from forebay.rollout import Group, Status
-from forebay.staleness import Floors
+from forebay.core.capacity import Settings, Usage
+from forebay.core.ledger import (
+    Account,
+    Clock,
+    End,
+    Event,
+    Facts,
+    GroupEnd,
+    LedgerLine,
+    Place,
+    Record,
+    Row,
+    Tags,
+    arrival_tokens,
+    close_line,
+)
+from forebay.core.query import Node
+from forebay.core.rollout import Group, Status
+from forebay.core.staleness import EXPIRABLE, Limits
 
-if TYPE_CHECKING:
-    from forebay.storage.calls import Answered
-
-__all__ = [
-    "EXPECT_GROUP_BYTES",
-    "Arrival",
-    "Claim",
-    "Claimed",
-    "Content",
-    "Holding",
-    "Listener",
-    "Purpose",
-    "Ready",
-    "Reaped",
-    "Revision",
-    "Settings",
-    "Snapshot",
-    "Storage",
-    "Usage",
-]
-
-
-EXPECT_GROUP_BYTES = 1 << 20
-"""What the responses of a group are taken to need before the first group of its task is back."""
-
-
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a storage is told when it opens."""
-
-    order: Order = ARRIVAL
-    choose: Choose | None = None
-    max_groups: int | None = None
-    max_bytes: int | None = None
-    expect_group_bytes: int = EXPECT_GROUP_BYTES
-    keep_trained: int = 0
+T = TypeVar("T")
 
 
 class Content(msgspec.Struct, frozen=True, gc=False):
     """A group to be stored. `facts` are those of `describe(group)`; None leaves tags or priority as they are.
 
-    `frame` is the group as bytes (`codec.encode_group`), for backends that store those; the backend makes it.
+    `frame` is the group as bytes (`codec.frame.encode_group`), for backends that store those; the backend makes it.
     """
 
     group: Group
@@ -98,9 +82,9 @@ class Content(msgspec.Struct, frozen=True, gc=False):
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A group that is put: back from its producer, or by hand.
 
-    `group_id` None: a new group by hand; the storage gives it a negative id of its own. `attempt` None: by hand,
-    or back from the owner that holds it. `stale`: it was judged stale and not retryable; it ends at once.
-    `reset_tokens`: that it came with, and that are no longer in `content` because they were too old.
+    `group_id` None: a new group by hand; the storage gives it a negative id. `attempt` None: by hand, or back from its
+    owner. `stale`: it is stale and not retryable; it ends at once. `reset_tokens`: those that are no longer in
+    `content` because they were too old.
     """
 
     task_name: str
@@ -122,16 +106,15 @@ class Purpose(enum.Enum):
 
     TAKE = "take"  # for good, see `ledger.take_event`
     LEASE = "lease"  # for a trainer; needs lease_id and train_step
-    DRAW = "draw"  # to be generated again, least group_id first whatever the order
+    DRAW = "draw"  # to be generated again, least group_id first, not in policy order
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True):
-    """Which groups to claim.
+    """At most `wants[task]` buffered groups of every task, fresh by its clock and limits, in the order of the settings.
 
-    For every task at most `wants[task]` buffered groups that have one of `statuses` (an earlier status before a
-    later one) and are fresh under both the task's watermark and `floors[task]`, in the order of the
-    settings. `whole`: all that is wanted of every task, or nothing. `watermarks` are set first; only storages that say
-    so get any (`claims_with_watermarks`). `group_ids`: only these groups, if any are given; for draws from one task.
+    Groups of an earlier one of `statuses` come first. `whole`: all that is wanted of every task, or nothing.
+    `train_step` first advances the clocks of the tasks of which something is wanted. `group_ids`: only these groups,
+    if any are given; for draws from one task.
     """
 
     wants: Mapping[str, int]
@@ -139,14 +122,31 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     purpose: Purpose
     owner: str
     whole: bool = False
-    floors: Mapping[str, Floors] = {}
     lease_id: str | None = None
     train_step: int | None = None
-    watermarks: Mapping[str, Watermark] = {}
     group_ids: tuple[int, ...] = ()
 
+    @property
+    def clocks(self) -> dict[str, Clock]:
+        """The clocks that the claim advances."""
+        if self.train_step is None:
+            return {}
+        return {task_name: Clock(train_step=self.train_step) for task_name, n in self.wants.items() if n > 0}
 
-Claimed: TypeAlias = "dict[str, list[Row]]"
+
+Rows: TypeAlias = dict[str, list[Row]]
+
+
+class Claimed(msgspec.Struct, frozen=True):
+    """Rows that a claim moved, by task: as they are now, or, if they were taken for good, as they were in the buffer.
+
+    `rows` is None if the claim is `whole` and groups were missing. `due`: its tasks that have rows for `Storage.due`.
+    `limits`: the limits of its tasks.
+    """
+
+    rows: Rows | None
+    due: tuple[str, ...] = ()
+    limits: Mapping[str, Limits] = {}
 
 
 class Revision(msgspec.Struct, frozen=True, gc=False):
@@ -161,7 +161,7 @@ class Revision(msgspec.Struct, frozen=True, gc=False):
 
 
 class Holding(msgspec.Struct, frozen=True):
-    """What one owner holds of one task at one place."""
+    """The groups of one task that one owner holds at one place."""
 
     task_name: str
     place: Place
@@ -171,28 +171,63 @@ class Holding(msgspec.Struct, frozen=True):
     oldest_age_s: float
 
 
+class TaskSummary(msgspec.Struct, frozen=True):
+    """The figures of a task. `statuses` counts buffered groups, `fresh` those that are not too old; missing means 0."""
+
+    account: Account = msgspec.field(default_factory=Account)
+    statuses: Mapping[Status, int] = {}
+    fresh: Mapping[Status, int] = {}
+    places: Mapping[Place, int] = {}
+    place_tokens: Mapping[Place, int] = {}
+
+    def line(self, *, tokens: bool = False) -> LedgerLine:
+        """The closed ledger, in groups or in generated tokens."""
+        return close_line(self.account, self.place_tokens if tokens else self.places, tokens=tokens)
+
+    @property
+    def taken(self) -> int:
+        """Groups that are leased or trained."""
+        return self.places.get(Place.LEASED, 0) + self.account.ended.get(End.TRAINED, 0)
+
+    @property
+    def produced(self) -> int:
+        """Groups that count towards a target: buffered COMPLETED and fresh, leased, trained."""
+        return self.fresh.get(Status.COMPLETED, 0) + self.taken
+
+    @property
+    def due(self) -> bool:
+        """Whether `Storage.due` has rows."""
+        return any(self.statuses.get(status, 0) > self.fresh.get(status, 0) for status in EXPIRABLE)
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Every count of a storage at one moment. `holdings` (oldest first) are filled in only on request."""
+
+    tasks: Mapping[str, TaskSummary]
+    usage: Usage
+    holdings: Sequence[Holding] = ()
+    saved_step: int | None = None  # the model step of the last `saved` or `rewind`
+
+    def task(self, task_name: str) -> TaskSummary:
+        """The figures of a task; zeros if it is unknown."""
+        return self.tasks.get(task_name) or TaskSummary()
+
+    def ledger(self, *, tokens: bool = False) -> dict[str, LedgerLine]:
+        """The closed ledger of every task."""
+        return {task_name: task.line(tokens=tokens) for task_name, task in self.tasks.items()}
+
+
 class Reaped(msgspec.Struct, frozen=True):
-    """What came back from owners that stopped beating, and in how many seconds the next deadline is due."""
+    """Groups that came back from dead owners, by task, and the seconds until the next owner's deadline."""
 
     returned: Mapping[str, int]
     next_s: float | None
 
 
-class Usage(msgspec.Struct, frozen=True):
-    """What counts against the capacity: groups in flight, buffered and leased, and their bytes.
-
-    `reserved`: bytes that are kept free for those of them that are still to be generated, see `capacity`.
-    """
-
-    groups: int
-    bytes: int
-    reserved: int
-
-
 class Snapshot(msgspec.Struct, frozen=True):
-    """Everything in a storage at one moment.
+    """Everything in a storage at one moment. `rows` streams in order of uid, once; close it if you stop early.
 
-    `rows` streams in order of uid, once; a row is good until the next one is asked for. Close it if you stop early.
+    A row is good until the next one is asked for.
     """
 
     accounts: Mapping[str, Account]
@@ -202,7 +237,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """What a wait is for: so many fresh buffered groups of a status by task, and room for so much more."""
+    """What a wait is for: n fresh buffered groups of a status by task, and capacity for groups and bytes."""
 
     wants: Mapping[str, int] = {}
     status: Status = Status.COMPLETED
@@ -213,6 +248,32 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True):
 Listener: TypeAlias = "Callable[[Collection[str]], None]"
 
 
+class Operation(msgspec.Struct, frozen=True):
+    """An operation. `changes`: it is more than a read. `once`: its answer is remembered (`storage.idempotency`)."""
+
+    name: str
+    changes: bool = True
+    once: bool = False
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def operation(**traits: bool) -> Callable[[T], T]:
+    """Make a method of `Storage` an operation; `traits` are fields of `Operation`."""
+
+    def declare(method: Any) -> Any:
+        declared = OPERATIONS[method.__name__] = Operation(method.__name__, **traits)
+
+        @wraps(method)
+        async def call(self: Storage, /, *args: Any, **kwargs: Any) -> Any:
+            return await self._perform(declared, *args, **kwargs)
+
+        return call
+
+    return declare
+
+
 class Storage(ABC):
     """Where groups live. See the top of this file for what every operation promises."""
 
@@ -220,233 +281,174 @@ class Storage(ABC):
     """Whether other processes can change it: leases then need a time limit."""
 
     durable: ClassVar[bool] = False
-    """Whether what was acknowledged survives the process."""
-
-    reaps_itself: ClassVar[bool] = False
-    """Whether it brings back what dead owners held, and wakes those who wait, without being asked."""
-
-    claims_with_watermarks: ClassVar[bool] = False
-    """Whether a claim may bring watermarks along, because each call costs a way to somewhere else."""
+    """Whether acknowledged changes survive the process. Durable storages get values in place of references."""
 
     @property
     def store_id(self) -> str | None:
-        """Names a durable store for good, so that a checkpoint knows the store that it was made from."""
+        """Names a durable store permanently, so that a checkpoint knows the store that it was made from."""
         return None
 
-    @property
-    def keeps_references(self) -> bool:
-        """Whether references in samples stay what they are; else it gets their values (`references.Resolved`)."""
-        return not self.durable
+    def watch(self, ready: Ready | None) -> asyncio.Future[None] | None:
+        """For a storage in another process, which hears of changes only while a caller waits.
 
-    # --- life ---------------------------------------------------------------------------------------
-
-    @abstractmethod
-    async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
-        """Make ready for an owner; `lease_s` None: it never expires. InvalidConfig if opened with other settings.
-
-        May be called for several owners at once, and again after all of them have closed.
+        The future is done (after the listeners were called) when `ready` may hold, or, if it is None, when anything
+        changed since the last answer. It fails if waiting makes no sense. Cancel it to stop.
         """
+        return None
 
-    @abstractmethod
+    async def _perform(self, operation: Operation, /, *args: Any, **kwargs: Any) -> Any:
+        """Run an operation that this class does not define."""
+        raise NotImplementedError(f"{type(self).__name__} has no operation {operation.name!r}")
+
+    # --- opening and closing ------------------------------------------------------------------------
+
+    @operation()
+    async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
+        """Register an owner; `lease_s` None: it never expires. InvalidConfig if it is open with other settings."""
+
+    @operation()
     async def close(self, owner: str) -> None:
-        """Release what the owner holds. Afterwards it can issue and claim nothing (BufferClosed), unless opened again.
+        """Release the owner's groups. It can issue and claim nothing (BufferClosed) until opened again.
 
         Closing twice is allowed.
         """
 
     @abstractmethod
     def beat(self, owner: str) -> None:
-        """Renew the owner's deadline. Called from a thread of its own; may block and raise, must not touch the loop."""
+        """Renew the owner's deadline. Called from a heartbeat thread; may block and raise, must not touch the loop."""
 
     @abstractmethod
     async def reap(self) -> Reaped:
-        """Release what owners hold whose deadline has passed; they are fenced from then on."""
+        """Release the groups of owners whose deadline has passed; these owners are fenced from then on."""
 
     @abstractmethod
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Call `listener` after changes; returns what ends that."""
-
-    def watch(self, ready: Ready | None) -> asyncio.Future[None] | None:
-        """For a storage that lives elsewhere, and hears of changes only while somebody waits.
-
-        The future is done (after the listeners were called) when what is waited for may be there, or, if `ready` is
-        None, when anything changed since the last answer. It fails if waiting makes no sense. Cancel it to stop.
-        """
-        return None
-
-    def may_be_due(self, task_name: str) -> bool:
-        """Whether `due` could find something; False only if the last answer of the storage said so. Never waits."""
-        return True
+        """Call `listener` after changes; returns a function that ends the subscription."""
 
     # --- moves --------------------------------------------------------------------------------------
 
-    @abstractmethod
+    @operation(once=True)
     async def issue(
         self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
     ) -> list[Record]:
         """Write drawn prompts as rows in flight and advance the task's cursor, in one step.
 
-        They get the group ids `cursor`, `cursor` + 1, ..., attempt 1, and room (`capacity.reservation`). CursorMoved
-        unless the task's cursor is `cursor`; NoRoom if they do not fit; DuplicateGroup if such an id was put by hand.
+        Issues the first of them that fit (`rules.fitting`), in order, and returns their records: maybe none. They get
+        the group ids `cursor`, `cursor` + 1, ... and attempt 1. CursorMoved unless the task's cursor is `cursor`;
+        DuplicateGroup if such an id was put by hand.
         """
 
-    @abstractmethod
+    @operation(once=True)
     async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
         """Store groups: all of them, or none. Returns their records as they are (or were when they ended).
 
-        Row in flight under this attempt (or, without one, held by this owner): it is back, see `arrival_event`.
-        No row and no attempt: by hand; NoRoom if it does not fit. An attempt that no longer holds: LostLease.
-        Otherwise, and for a drawn group that has ended (0 <= group_id < cursor): DuplicateGroup.
+        `rules.check_return` decides which row in flight an arrival brings back; no row: it was put by
+        hand, and NoRoom is raised if it does not fit.
         """
 
-    @abstractmethod
-    async def claim(self, claim: Claim) -> Claimed | None:
-        """Select, order, limit and move in one step. None if `whole` and not everything is there.
-
-        Rows come back as they are now; those that were taken for good, as they were in the buffer.
+    @operation()
+    async def claim(self, claim: Claim) -> Claimed:
+        """Release the groups of dead owners, advance `claim.clocks`; then select, order, limit and move, in one step.
 
         With a `choose` policy, TAKE and LEASE show it the first 1,024 rows that qualify, in arrival order.
         """
 
-    @abstractmethod
-    async def undo(self, claim: Claim, claimed: Claimed) -> None:
-        """Put back what a claim moved whose caller never learned of it: each to its old place in the order.
+    @operation()
+    async def undo(self, claim: Claim, rows: Rows) -> None:
+        """Put back rows of a claim whose caller never learned of it: each to its old place in the order.
 
-        Rows that have moved on since are left alone. What was taken for good is booked back, so undo it only once.
-        With `calls.CALL` set to the claim's own call, the stored answer goes in the same step.
+        Rows that have moved since are left alone. Rows that were taken for good are booked back, so undo only once.
+        With `idempotency.CALL` set to the claim's own call, the stored answer is removed in the same step.
         """
 
-    @abstractmethod
+    @operation(once=True)
     async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None = None) -> None:
         """ACKED, NACKED or REJECTED for rows of a lease: all of them, or LostLease if one is no longer held."""
 
-    @abstractmethod
+    @operation()
     async def release(self, owner: str) -> dict[str, int]:
-        """Give back all that an owner holds, in order of uid; groups by task.
+        """Give back every group of an owner, in order of uid; groups by task.
 
-        What was in flight arrives anew (timestamp_id, revision) as ABORTED; leases are nacked.
+        Groups in flight arrive again (timestamp_id, revision) as ABORTED; leases are nacked.
         """
 
-    @abstractmethod
-    async def set_watermark(self, watermarks: Mapping[str, Watermark]) -> None:
-        """From now on nothing of these tasks leaves that is below the floors. Listeners hear of it.
+    @operation()
+    async def advance(self, clocks: Mapping[str, Clock]) -> None:
+        """Move clocks forward and replace limits. Nothing of these tasks leaves afterwards that is too old by them.
 
-        The train step of a task never goes back (except by `rewind`); the limits are replaced.
+        Listeners hear of tasks whose clocks or limits changed. Steps never go back (except by `rewind`).
         """
 
-    @abstractmethod
+    @operation(changes=False)
     async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
-        """Up to `limit` buffered rows of these EXPIRABLE statuses that are below the task's watermark."""
+        """Up to `limit` buffered rows of these EXPIRABLE statuses that are too old by the task's clock and limits."""
 
-    @abstractmethod
+    @operation(once=True)
     async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
-        """Change buffered rows in place; each one alone. False for one that has moved or changed meanwhile."""
+        """Change buffered rows in place, each independently. False for one that has moved or changed meanwhile."""
 
-    @abstractmethod
+    @operation(once=True)
     async def discard(self, node: Node, reason: str) -> dict[str, int]:
-        """End every buffered group that matches, each one alone: others may act in between. Groups by task."""
+        """End every buffered group that matches, each independently: others may act in between. Groups by task."""
 
-    @abstractmethod
+    @operation()
     async def fail(self, reasons: Mapping[int, str]) -> dict[str, int]:
-        """End rows by uid as failed, each with its reason, whoever holds them; groups by task.
+        """End rows by uid as failed, each with its reason, whether they are owned or not; groups by task.
 
-        For groups whose payload cannot be had any more; no other step may end a group at every place. Those in the
-        archive have ended already: they are only removed, and not counted. Unknown ones are passed over.
+        For groups whose payload is lost; no other operation may end a group at every place. Archived rows
+        have already ended: they are only removed, and not counted. Unknown uids are ignored.
         """
 
-    @abstractmethod
+    @operation()
     async def set_priority(self, priorities: Mapping[int, float]) -> int:
-        """Set the priority of rows by uid; how many there were."""
+        """Set the priority of rows by uid; returns the number of rows found."""
 
-    @abstractmethod
+    @operation()
     async def saved(self, model_step: int) -> None:
-        """Weights of this step were saved with a checkpoint, or the first one is about to be made.
+        """Weights of this step were saved with a checkpoint, or the first checkpoint is about to be made.
 
         From the first such call on, a durable storage archives every group that is acknowledged for a later train
         step, until a call with that step (or a later one): only then is its training safe.
         """
 
-    @abstractmethod
-    async def saved_step(self) -> int | None:
-        """The model step of the last `saved` or `rewind`; None before the first.
-
-        A durable storage has every group that was acknowledged since that call for a later step.
-        """
-
-    @abstractmethod
+    @operation()
     async def rewind(self, model_step: int) -> dict[str, int]:
         """REWOUND for every archived group that was trained for a later step than `model_step`; groups by task.
 
-        Watermarks go back to the step after it.
+        Accounts rewind their clocks (`Account.rewind`).
         """
 
     # --- ends ---------------------------------------------------------------------------------------
 
-    @abstractmethod
+    @operation()
     async def note_ends(self) -> None:
-        """From now on note every group that ends, in the step that ends it; a durable storage goes on for good."""
+        """From now on note every group that ends, in the step that ends it; a durable storage keeps doing so."""
 
-    @abstractmethod
+    @operation(changes=False)
     async def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
-        """Up to `limit` ends that were noted, oldest first, with their numbers. They are the owner's to tell of.
+        """Up to `limit` noted ends, oldest first, with their numbers, for the owner to report.
 
         Until they are forgotten the owner gets them again, and others only when it has closed or was reaped.
         """
 
-    @abstractmethod
+    @operation()
     async def forget_ends(self, numbers: Sequence[int]) -> None:
-        """Those who wanted to know of these ends do. Unknown numbers are passed over."""
-
-    # --- calls that may come twice --------------------------------------------------------------------
-
-    async def answer(self, client: str, sequence: int) -> Answered | None:
-        """What this call returned, if it was done and is remembered: see `calls`.
-
-        LostLease if it was a claim, and what it handed out is no longer held; then nothing of it is.
-        """
-        return None
-
-    async def forget(self, client: str) -> None:
-        """Drop all answers of a client that will ask no more."""
-        return
+        """Drop ends that were reported. Unknown numbers are ignored."""
 
     # --- reads --------------------------------------------------------------------------------------
 
-    @abstractmethod
-    async def count_statuses(
-        self, tasks: Collection[str], statuses: Collection[Status]
-    ) -> dict[str, dict[Status, int]]:
-        """Buffered groups by task and status; 0 for what is unknown."""
+    @operation(changes=False)
+    async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
+        """Every count of these tasks (None: of all tasks), of one moment. Costs nothing per stored group.
 
-    @abstractmethod
-    async def available(self, tasks: Collection[str], status: Status) -> dict[str, int]:
-        """Buffered groups of a status that are not below their task's watermark."""
+        Unknown tasks are left out. `holdings`: with the groups of each owner, in proportion to what they hold.
+        """
 
-    @abstractmethod
-    async def ledger(self, *, tokens: bool = False) -> dict[str, LedgerLine]:
-        """The closed ledger of every task, as of one moment."""
-
-    @abstractmethod
-    async def account(self, task_name: str) -> Account:
-        """The account of a task (empty if unknown), as of one moment."""
-
-    @abstractmethod
-    async def accounts(self) -> dict[str, Account]:
-        """The accounts of all tasks."""
-
-    @abstractmethod
-    async def usage(self) -> Usage:
-        """What is used of the capacity."""
-
-    @abstractmethod
-    async def holdings(self) -> list[Holding]:
-        """Who holds what, oldest first."""
-
-    @abstractmethod
+    @operation(changes=False)
     async def records(self, node: Node, limit: int | None) -> list[Record]:
         """The records that match a tree (already without `staleness`), in order of uid, at any place."""
 
-    @abstractmethod
+    @operation(changes=False)
     async def read(self, uid: int) -> Row | None:
         """One row with its payload."""
 
@@ -458,14 +460,14 @@ class Storage(ABC):
 
     @abstractmethod
     async def snapshot(self) -> Snapshot:
-        """Everything, as of one moment, while others go on."""
+        """Everything, as of one moment, while others continue."""
 
     @abstractmethod
     async def restore(
         self, accounts: Mapping[str, Account], next_uid: int, next_timestamp_id: int, rows: AsyncIterable[Row]
     ) -> None:
-        """Fill an empty storage from a stream of rows in order of uid; visible when all of it is there.
+        """Fill an empty storage from a stream of rows in order of uid; visible when all of it is stored.
 
         Places, leases, attempts and revisions are kept as they come. InvalidInput if the storage is not empty
-        or the stream contradicts itself. Capacity does not count here.
+        or the stream contradicts itself (`rules.StreamCheck`). Capacity does not count here.
         """

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from forebay.rollout import RolloutState, Status
-
-__all__ = ["make_group"]
+from forebay.core.rollout import RolloutState, Status
 
 
 def make_group(

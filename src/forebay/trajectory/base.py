@@ -17,9 +17,9 @@ from typing import Any, Literal, Self
 
 import numpy as np
 
-from forebay.checks import whole_number
+from forebay.checkpoint.files import FileOps
+from forebay.core.validate import checked_integer
 from forebay.errors import BufferClosed, ForebayError, InvalidConfig, InvalidInput, StorageError, StorageVanished
-from forebay.files import FileOps
 from forebay.trajectory.data import Trajectory
 from forebay.trajectory.gather import Gatherer
 from forebay.trajectory.listing import Listing, SegmentRows
@@ -66,13 +66,13 @@ class BufferBase:
         read_only: bool = False,
         arrays: Literal["torch", "numpy"] | None = None,
     ) -> None:
-        self.seed, self.rank = whole_number("seed", seed, least=0), whole_number("rank", rank, least=0)
+        self.seed, self.rank = checked_integer("seed", seed, least=0), checked_integer("rank", rank, least=0)
         if self.seed >= 2**64 or self.rank >= 2**64:
             raise InvalidConfig(f"seed is {seed} and rank is {rank}; expected at most {2**64 - 1}")
-        window = whole_number("sample_window_size", sample_window_size, least=0)
-        cached = whole_number("cache_size", cache_size, least=0) if enable_cache else 0
+        window = checked_integer("sample_window_size", sample_window_size, least=0)
+        cached = checked_integer("cache_size", cache_size, least=0) if enable_cache else 0
         self._limits = Limits(window, _limit("max_transitions", max_transitions), _limit("max_bytes", max_bytes))
-        self._max_pending_bytes = whole_number("max_pending_bytes", max_pending_bytes, least=1)
+        self._max_pending_bytes = checked_integer("max_pending_bytes", max_pending_bytes, least=1)
         self.trajectory_format = _check_format(trajectory_format)
         if retain not in ("all", "window"):
             raise InvalidConfig(f"retain is {retain!r}; expected 'all' or 'window'")
@@ -313,7 +313,7 @@ class BufferBase:
 
 
 def _limit(name: str, value: int | None) -> int | None:
-    return None if value is None else whole_number(name, value, least=1)
+    return None if value is None else checked_integer(name, value, least=1)
 
 
 def _check_format(name: str) -> str:

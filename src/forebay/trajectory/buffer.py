@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.checks import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import InvalidConfig, InvalidInput, WaitTimeout
 from forebay.trajectory.gather import Batch, Gatherer
 from forebay.trajectory.saving import SavingBuffer
@@ -119,7 +119,7 @@ class TrajectoryReplayBuffer(SavingBuffer):
     def wait_ready(self, min_transitions: int = 1, timeout_s: float | None = None) -> None:
         """Wait until so many transitions can be drawn; WaitTimeout says how many there are."""
         self._check_usable()
-        wanted = whole_number("min_transitions", min_transitions, least=0)
+        wanted = checked_integer("min_transitions", min_transitions, least=0)
         most = self._limits.transitions
         if most is not None and wanted > most:
             raise InvalidConfig(f"{wanted} transitions were waited for; max_transitions is {most}: it would never end")
@@ -131,7 +131,7 @@ class TrajectoryReplayBuffer(SavingBuffer):
         It paces a learner: it waits for `added_total` of `get_stats`, which goes on when the window is full.
         """
         self._check_usable()
-        wanted = whole_number("total", total, least=0)
+        wanted = checked_integer("total", total, least=0)
         self._wait(lambda: self._added >= wanted, f"{wanted} trajectories added in all", timeout_s)
 
     def _wait(self, done: Callable[[], bool], what: str, timeout_s: float | None) -> None:
@@ -189,7 +189,7 @@ class TrajectoryReplayBuffer(SavingBuffer):
 
 
 def _check_draw(num_chunks: int, sequence_length: int | None) -> tuple[int, int | None]:
-    count = whole_number("num_chunks", num_chunks, least=1)
+    count = checked_integer("num_chunks", num_chunks, least=1)
     if sequence_length is None:
         return count, None
-    return count, whole_number("sequence_length", sequence_length, least=1)
+    return count, checked_integer("sequence_length", sequence_length, least=1)

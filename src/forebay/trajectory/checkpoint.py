@@ -28,19 +28,20 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from forebay.errors import CheckpointError, DamagedData, InvalidInput
-from forebay.files import FileOps
-from forebay.publish import (
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import (
     MANIFEST,
     MANIFEST_LEFTOVER,
     UNREADABLE,
     DirectoryWriter,
     Envelope,
     doing,
+    encode_body,
     open_plain,
     open_published,
     read_manifest,
 )
+from forebay.errors import CheckpointError, DamagedData, InvalidInput
 from forebay.trajectory.catalogue import FORMAT, NAME
 from forebay.trajectory.listing import ROW, Listing, SegmentRows
 from forebay.trajectory.schema import Layout, Schema, check_names
@@ -179,7 +180,7 @@ def write_checkpoint(
             raise CheckpointError(f"{directory} was saved to meanwhile; nothing was changed there")
         written = {name: _write_part(writer, source, files, brought, check_rows) for name, source in parts.items()}
         manifest = Manifest(parts=written, extra=extra or {}, created_at=time.time(), forebay_version=__version__)
-        writer.publish(_encoded(manifest))
+        writer.publish(encode_body(manifest))
 
 
 def _write_part(
@@ -224,18 +225,6 @@ def _write_part(
         rank=source.rank,
         random=source.random,
     )
-
-
-def _encoded(manifest: Manifest) -> bytes:
-    try:
-        body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-        # What JSON would change (nan, tuples, keys that are no text) is refused instead.
-        same = _decoder.decode(body).extra == manifest.extra
-    except (*UNREADABLE, TypeError) as error:
-        raise InvalidInput(f"the manifest of a checkpoint cannot be written as JSON: {error}") from None
-    if not same:
-        raise InvalidInput(f"`extra` of a checkpoint is {manifest.extra!r}; expected plain JSON")
-    return body
 
 
 def _memory(array: np.ndarray[Any, Any]) -> memoryview:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.doctor import Finding, Level
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import MANIFEST
+from forebay.core.report import Finding, Level, Progress, Steps, first_of
 from forebay.errors import CheckpointError, DamagedData, InvalidInput, InvalidTrajectory, StorageError
-from forebay.files import FileOps
-from forebay.publish import MANIFEST
-from forebay.storage.sqlite.place import holder_of
+from forebay.storage.sqlite.doctor import connected, integrity_problems
+from forebay.storage.sqlite.lock import holder_of
 from forebay.trajectory.catalogue import NAME, Catalogue
 from forebay.trajectory.checkpoint import (
     MAIN,
@@ -34,7 +35,6 @@ from forebay.trajectory.checkpoint import (
 from forebay.trajectory.data import STRING, aligned
 from forebay.trajectory.data import Path as LeafPath
 from forebay.trajectory.exchange import rlinf_directories
-from forebay.trajectory.outcome import Progress, Steps
 from forebay.trajectory.reader import Reader
 from forebay.trajectory.restore import Shard, restored_random
 from forebay.trajectory.rlinf import RlinfDirectory, open_rlinf
@@ -46,7 +46,6 @@ from forebay.trajectory.store import is_store
 __all__ = ["is_trajectories", "verify"]
 
 _RESCUE = "use another copy; `forebay trajectories merge --copy --skip-damaged` copies what is whole"
-_MOST_NAMED = 10
 
 
 def is_trajectories(path: str | PathLike[str]) -> bool:
@@ -107,7 +106,7 @@ def _directories(root: Path) -> tuple[list[Path], list[Finding]]:
     numbers = [int(rank.name.removeprefix("rank_")) for rank in found if rank != root]
     missing = sorted(set(range(max(numbers, default=-1) + 1)) - set(numbers))
     if missing:
-        message = f"there are {len(numbers)} ranks up to {max(numbers)}; of {_listed(missing)} there is nothing"
+        message = f"there are {len(numbers)} ranks up to {max(numbers)}; of {first_of(missing)} there is nothing"
         return found, [Finding("ranks", Level.WARNING, message, "bring them back, or go on without them")]
     return found, []
 
@@ -172,7 +171,7 @@ def _check_store(directory: Path, label: _Label, findings: list[Finding], files:
     findings.append(label.finding("catalogue", Level.OK, message))
     lost = sorted(set(listed[listed >= floor].tolist()) - set(contents.listing.rows["id"].tolist()))
     if lost and contents.left_out:
-        message = f"{len(lost)} trajectories are not whole in their files: {_listed(lost)}"
+        message = f"{len(lost)} trajectories are not whole in their files: {first_of(lost)}"
         findings.append(label.finding("files", Level.ERROR, message, _RESCUE))
     there = [name for name in files.list_directory(directory) if SEGMENT_FILE.fullmatch(name)]
     unused = [name for name in there if name.split("-")[1] not in known] if holder is None else []
@@ -181,18 +180,11 @@ def _check_store(directory: Path, label: _Label, findings: list[Finding], files:
 
 
 def _integrity(path: Path) -> str:
-    """What SQLite finds wrong with a database; nothing if it is whole."""
     try:
-        connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-        try:
-            found = [str(text) for (text,) in connection.execute("PRAGMA integrity_check(5)")]
-        finally:
-            connection.close()
-    except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
-            return str(error)
+        with connected(path, "ro") as connection:
+            return integrity_problems(connection)
+    except sqlite3.Error as error:
         raise StorageError(f"cannot read {path}: {error}") from error
-    return "" if found == ["ok"] else "; ".join(found)
 
 
 def _unused(label: _Label, directory: Path, names: Sequence[str], advice: str) -> Finding:
@@ -270,32 +262,27 @@ def _check_rows(label: _Label, part: str, contents: Contents, steps: Steps, file
                         wrong.setdefault(problem, []).append(number)
             except (DamagedData, StorageError) as error:
                 # Of a store in use a whole segment may be let go while it is read.
-                if contents.kind == "store" and not _is_listed(contents.directory, number):
+                if contents.kind == "store" and not _isfirst_of(contents.directory, number):
                     continue
                 wrong.setdefault(f"cannot be read: {error}", []).append(number)
             finally:
                 steps.more()
     if altered:
-        message = f"{len(altered)} of {len(listing):,} trajectories do not have their checksum: {_listed(altered)}"
+        message = f"{len(altered)} of {len(listing):,} trajectories do not have their checksum: {first_of(altered)}"
         yield label.finding(name, Level.ERROR, message, _RESCUE)
     for problem, ids in wrong.items():
-        message = f"{len(ids)} of {len(listing):,} trajectories: {_listed(ids)}: each {problem}"
+        message = f"{len(ids)} of {len(listing):,} trajectories: {first_of(ids)}: each {problem}"
         yield label.finding(name, Level.ERROR, message, _RESCUE)
     if not altered and not wrong:
         yield label.finding(name, Level.OK, f"{len(listing):,} trajectories have their checksum")
 
 
-def _is_listed(directory: Path, trajectory_id: int) -> bool:
+def _isfirst_of(directory: Path, trajectory_id: int) -> bool:
     catalogue = Catalogue(directory / NAME, read_only=True)
     try:
         return trajectory_id in catalogue.listing().rows["id"]
     finally:
         catalogue.close()
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    more = f" and {len(numbers) - _MOST_NAMED} more" if len(numbers) > _MOST_NAMED else ""
-    return ", ".join(map(str, numbers[:_MOST_NAMED])) + more
 
 
 def _is_checkpoint(directory: Path) -> bool:
@@ -329,7 +316,7 @@ def _verify_rlinf(paths: Sequence[Path], progress: Progress | None, files: FileO
         )
         for what, names in aside:
             if names:
-                message = f"{len(names):,} are {what}: {', '.join(map(str, names[:_MOST_NAMED]))}"
+                message = f"{len(names):,} are {what}: {first_of(names)}"
                 findings.append(label.finding("files", Level.WARNING, message))
     steps = Steps(progress, sum(len(found) for _, found in opened))
     schema: Schema | None = None

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from forebay.dtypes import BFLOAT16, DTYPES, dtype_name
+from forebay.core.dtypes import BFLOAT16, DTYPES, dtype_name
 from forebay.errors import InvalidTrajectory
 
 __all__ = ["RESERVED", "STRING", "Aligned", "Array", "Leaf", "Path", "Trajectory", "aligned", "dotted", "is_tensor"]

@@ -17,8 +17,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from forebay.checkpoint.files import FileOps
+from forebay.core.report import Progress, Steps
 from forebay.errors import DamagedData, InvalidInput, InvalidTrajectory
-from forebay.files import FileOps
 from forebay.trajectory.checkpoint import (
     MAIN,
     PartSource,
@@ -29,7 +30,7 @@ from forebay.trajectory.checkpoint import (
 )
 from forebay.trajectory.data import Trajectory, aligned
 from forebay.trajectory.joining import Sources, in_order
-from forebay.trajectory.outcome import DEFAULT_SEED, Progress, Steps
+from forebay.trajectory.outcome import DEFAULT_SEED
 from forebay.trajectory.reader import Reader
 from forebay.trajectory.rlinf import RlinfDirectory, export_rlinf, find_rlinf, open_rlinf
 from forebay.trajectory.spool import Spool

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from forebay.dtypes import BFLOAT16
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import MANIFEST, read_manifest
+from forebay.core.dtypes import BFLOAT16
 from forebay.errors import CheckpointError, DamagedData, InvalidInput, StorageError, StorageInUse
-from forebay.files import FileOps
-from forebay.publish import MANIFEST, read_manifest
-from forebay.storage.sqlite.place import ProcessLock, holder_of
+from forebay.storage.sqlite.lock import ProcessLock, holder_of
 from forebay.trajectory.catalogue import NAME
 from forebay.trajectory.checkpoint import Contents, find_directories, open_contents, part_names
 from forebay.trajectory.data import STRING, dotted

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from forebay.checks import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import InvalidConfig
 
 __all__ = ["TrajectoryDataset"]
@@ -41,9 +41,9 @@ class TrajectoryDataset(IterableDataset[dict[str, Any]]):
     ) -> None:
         """`min_transitions` are waited for before the first batch, for at most `timeout_s`."""
         self.source, self.timeout_s = source, timeout_s
-        self.batch_size = whole_number("batch_size", batch_size, least=1)
-        self.min_transitions = whole_number("min_transitions", min_transitions, least=1)
-        self.prefetch = whole_number("prefetch", prefetch, least=1)
+        self.batch_size = checked_integer("batch_size", batch_size, least=1)
+        self.min_transitions = checked_integer("min_transitions", min_transitions, least=1)
+        self.prefetch = checked_integer("prefetch", prefetch, least=1)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         if get_worker_info() is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
 
 import numpy as np
 
+from forebay.checkpoint.files import FileOps
+from forebay.core.report import date_text
 from forebay.errors import InvalidInput
-from forebay.files import FileOps
 from forebay.trajectory.checkpoint import MAIN, Contents, find_directories, open_contents
 from forebay.trajectory.data import Trajectory
 from forebay.trajectory.exchange import rlinf_directories
@@ -53,7 +53,7 @@ def find_trajectory(
             "directory": str(found.directory),
             "trajectory": str(trajectory_id),
             "reward": f"{row['reward']:g}",
-            "added": _date(row["added_at"]),
+            "added": date_text(row["added_at"]),
         }
         return reader.trajectory(position), facts
 
@@ -83,10 +83,3 @@ def _position(contents: Contents, trajectory_id: int) -> int | None:
 def _ids(contents: list[Contents]) -> str:
     ids = np.concatenate([found.listing.rows["id"] for found in contents])
     return f"there are {len(ids)} with ids from {ids.min()} to {ids.max()}" if len(ids) else "there are none at all"
-
-
-def _date(seconds: float) -> str:
-    try:
-        return datetime.fromtimestamp(seconds, UTC).isoformat(sep=" ", timespec="seconds")
-    except (ValueError, OverflowError, OSError):
-        return "at an impossible time"

@@ -1,7 +1,7 @@
 """Batches from several buffers: online experience and demonstrations, in given shares.
 
 A batch has exactly the size that was asked for. Shares are kept by the rule that shares the seats of a batch among
-tasks (`forebay.manager.allocation`): what a batch could not divide is made up for by the next ones. Rows are grouped by
+tasks (`forebay.manager.schedule`): what a batch could not divide is made up for by the next ones. Rows are grouped by
 source and gathered straight into their place; `source` says which buffer a row is from, by its position in the dict.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from forebay.checks import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput
-from forebay.manager.allocation import Credits, allocate, load_credits, save_credits
+from forebay.manager.schedule import Credits, allocate, load_credits, save_credits
 from forebay.trajectory.buffer import TrajectoryReplayBuffer
 from forebay.trajectory.data import dotted
 from forebay.trajectory.restore import Shard, keyed_random, random_state, restored_random
@@ -47,7 +47,7 @@ class MixedReplay:
                 f"the buffers give {' and '.join(buffer.arrays for buffer in self.buffers)}; build all of them with "
                 "the same `arrays`"
             )
-        if whole_number("seed", seed, least=0) >= 2**64:
+        if checked_integer("seed", seed, least=0) >= 2**64:
             raise InvalidConfig(f"seed is {seed}; expected at most {2**64 - 1}")
         self._shares = {str(k): share for k, share in enumerate(shares.values())}
         exact = {name: Fraction(str(share)) for name, share in self._shares.items()}
@@ -63,7 +63,7 @@ class MixedReplay:
 
         InvalidInput if a buffer that has to give some is empty, or if the buffers have different fields.
         """
-        count = whole_number("num_chunks", num_chunks, least=1)
+        count = checked_integer("num_chunks", num_chunks, least=1)
         with self._lock:
             return self._sample(count, shuffle)
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.dtypes import BFLOAT16
+from forebay.core.dtypes import BFLOAT16
 from forebay.errors import InvalidInput
 from forebay.trajectory.data import STRING, Aligned, Array, Leaf, Path, Trajectory, aligned, dotted
 from forebay.trajectory.frames import Camera, frames_that_fit, views_of

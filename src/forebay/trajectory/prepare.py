@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.dtypes import BFLOAT16
+from forebay.core.dtypes import BFLOAT16
 from forebay.errors import InvalidTrajectory
 from forebay.trajectory.data import STRING, Aligned, Leaf, Path, dotted
 from forebay.trajectory.region import same_bytes

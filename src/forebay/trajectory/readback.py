@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.dtypes import BFLOAT16, bfloat16_dtype
+from forebay.core.dtypes import BFLOAT16, bfloat16_dtype
 from forebay.errors import DamagedData
 from forebay.trajectory.data import STRING, Trajectory
 from forebay.trajectory.schema import NEXT, VALID, Field

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import numpy as np
 
+from forebay.checkpoint.files import FileOps
 from forebay.errors import DamagedData
-from forebay.files import FileOps
 from forebay.trajectory.checkpoint import Contents
 from forebay.trajectory.data import Aligned, Trajectory, aligned
 from forebay.trajectory.readback import read_trajectory

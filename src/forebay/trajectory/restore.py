@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from forebay.checks import whole_number
+from forebay.checkpoint.files import FileOps
+from forebay.core.validate import checked_integer
 from forebay.errors import DamagedData, InvalidInput
-from forebay.files import FileOps
 from forebay.trajectory.checkpoint import Contents, check_same_schema, find_directories, open_contents
 from forebay.trajectory.listing import Listing
 from forebay.trajectory.schema import Layout
@@ -41,8 +41,8 @@ class Shard(NamedTuple):
         """Checked; everything goes to one rank unless it is distributed."""
         if not is_distributed:
             return cls(0, 1)
-        whole_number("world_size", world_size, least=1)
-        whole_number("local_rank", local_rank, least=0)
+        checked_integer("world_size", world_size, least=1)
+        checked_integer("local_rank", local_rank, least=0)
         if local_rank >= world_size:
             raise InvalidInput(
                 f"local_rank is {local_rank}; with world_size {world_size} expected 0 to {world_size - 1}"

@@ -27,9 +27,9 @@ from typing import Annotated, Any, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import MANIFEST, UNREADABLE, doing, open_plain
 from forebay.errors import DamagedData, InvalidInput
-from forebay.files import FileOps
-from forebay.publish import MANIFEST, UNREADABLE, doing, open_plain
 from forebay.trajectory.data import Path as LeafPath
 from forebay.trajectory.data import Trajectory, dotted
 from forebay.trajectory.rlinf_export import INDEX, METADATA, NESTED, RlinfExport, export_rlinf, import_torch

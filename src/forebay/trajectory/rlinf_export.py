@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from forebay.dtypes import BFLOAT16
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import doing
+from forebay.core.dtypes import BFLOAT16
 from forebay.errors import InvalidInput, InvalidTrajectory
-from forebay.files import FileOps
-from forebay.publish import doing
 from forebay.trajectory.data import STRING, Aligned, Leaf, Trajectory, aligned, dotted
 from forebay.trajectory.data import Path as LeafPath
 from forebay.trajectory.staging import staged, sync_directory

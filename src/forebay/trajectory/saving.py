@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from forebay.checkpoint.files import FileOps
 from forebay.errors import CheckpointError, InvalidInput, StorageError, StorageVanished
-from forebay.files import FileOps
 from forebay.trajectory.adding import AddingBuffer
 from forebay.trajectory.checkpoint import MAIN, PartSource, write_checkpoint
 from forebay.trajectory.listing import Listing

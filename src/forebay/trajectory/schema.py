@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from forebay.dtypes import BFLOAT16, DTYPES, dtype_name, raw_dtype
+from forebay.core.dtypes import BFLOAT16, DTYPES, dtype_name, raw_dtype
 from forebay.errors import DamagedData, InvalidConfig, InvalidTrajectory
 from forebay.trajectory.data import STRING, Aligned, Leaf, Path, Trajectory, dotted
 

@@ -20,8 +20,8 @@ from zlib import crc32
 
 import numpy as np
 
+from forebay.checkpoint.files import FileOps, NotAPlainFile
 from forebay.errors import DamagedData, StorageError
-from forebay.files import FileOps, NotAPlainFile
 from forebay.trajectory.listing import Listing, SegmentRows
 from forebay.trajectory.schema import Layout
 from forebay.trajectory.space import Space, Table

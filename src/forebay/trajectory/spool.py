@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forebay.files import FileOps
+from forebay.checkpoint.files import FileOps
 from forebay.trajectory.data import Aligned
 from forebay.trajectory.listing import Listing, SegmentRows
 from forebay.trajectory.prepare import prepare, write

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import doing
 from forebay.errors import InvalidInput
-from forebay.files import FileOps
-from forebay.publish import doing
 
 __all__ = ["check_new", "staged", "sync_directory"]
 

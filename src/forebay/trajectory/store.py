@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import MANIFEST
 from forebay.errors import DamagedData, InvalidConfig, StorageError, StorageVanished
-from forebay.files import FileOps
-from forebay.publish import MANIFEST
-from forebay.storage.sqlite.place import ProcessLock, check_file_system
+from forebay.storage.sqlite.lock import ProcessLock, check_file_system
 from forebay.trajectory.catalogue import NAME, Catalogue
 from forebay.trajectory.listing import Listing, SegmentRows
 from forebay.trajectory.schema import Layout

@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from forebay.dtypes import BFLOAT16
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import MANIFEST
+from forebay.core.dtypes import BFLOAT16
+from forebay.core.report import Progress, Steps
 from forebay.errors import InvalidInput
-from forebay.files import FileOps
-from forebay.publish import MANIFEST
 from forebay.trajectory.checkpoint import (
     MAIN,
     Contents,
@@ -32,7 +33,6 @@ from forebay.trajectory.data import STRING, Aligned, aligned, dotted
 from forebay.trajectory.data import Path as LeafPath
 from forebay.trajectory.exchange import rlinf_directories
 from forebay.trajectory.joining import fields_of
-from forebay.trajectory.outcome import Progress, Steps
 from forebay.trajectory.reader import Reader
 from forebay.trajectory.rlinf import RlinfDirectory, open_rlinf
 from forebay.trajectory.schema import Field, schema_of

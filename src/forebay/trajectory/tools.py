@@ -20,15 +20,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.checks import whole_number
+from forebay.checkpoint.files import FileOps
+from forebay.checkpoint.publish import MANIFEST, MANIFEST_LEFTOVER, doing, read_manifest
+from forebay.core.report import Progress, Steps
+from forebay.core.validate import checked_integer
 from forebay.errors import CheckpointError, DamagedData, ForebayError, InvalidInput
-from forebay.files import FileOps
-from forebay.publish import MANIFEST, MANIFEST_LEFTOVER, doing, read_manifest
 from forebay.trajectory.catalogue import NAME, Catalogue
 from forebay.trajectory.checkpoint import MAIN, Contents, PartSource, leftovers, open_contents, write_checkpoint
 from forebay.trajectory.joining import Joined, Piece, Sources, check_names, common_schema, fill_values, is_dropped, join
 from forebay.trajectory.listing import Listing
-from forebay.trajectory.outcome import DEFAULT_SEED, Outcome, Progress, Steps
+from forebay.trajectory.outcome import DEFAULT_SEED, Outcome
 from forebay.trajectory.reader import Reader
 from forebay.trajectory.schema import Layout, Schema
 from forebay.trajectory.segments import SEGMENT_FILE, file_names
@@ -227,7 +228,7 @@ def split(
     """
     files = files or FileOps()
     check_new(target)
-    count = whole_number("count", count)
+    count = checked_integer("count", count)
     with Sources([source], files, hold=not dry_run) as found:
         if len(found.directories) > 1:
             raise InvalidInput(

@@ -1,8 +1,8 @@
-"""PostgresStorage: one buffer for many producers and many consumers on many machines.
+"""PostgresStorage: one buffer for many producers and many consumers on many machines. Needs asyncpg.
 
-`storage` has the class, on top of its `life`; `schema` the tables; `arriving`, `claiming`, `leaving`, `looking` and
-`streams` what happens in them; `answers` what is remembered of calls; `connections` how a step runs, and `companion`
-how processes wake each other and keep their leases. Needs asyncpg.
+`storage` has the class. What its operations do: `puts`, `claims`, `moves`, `reads`, `owners`, `accounts`. How they do
+it: `step` (the changes of one transaction), `connections` (the pool, cancelled and doubtful commits), `notify`
+(wake-ups and heartbeats). What is stored: `schema`, `columns`.
 """
 
 from forebay.storage.postgres.storage import PostgresStorage

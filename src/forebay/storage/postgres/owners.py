@@ -1,47 +1,38 @@
-"""Who has a buffer open, with which settings, and until when: the table `owners`.
+"""The table `owners`: the owners that have a buffer open, with which settings, and until when.
 
-Deadlines are judged by the server's clock alone. An owner that is late loses what it holds when somebody reaps; it may
-beat again afterwards and go on, but what it held is no longer its own.
+Deadlines are judged by the server's clock alone. An owner that missed its deadline loses its groups when another
+process reaps it; it may send heartbeats again afterwards and continue, but it no longer holds these groups.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
+from forebay.core.capacity import Settings
 from forebay.errors import InvalidConfig
-from forebay.storage.base import Settings
-from forebay.storage.postgres import leaving
-from forebay.storage.postgres.connections import Step
-from forebay.storage.postgres.rows import from_text, to_text
+from forebay.storage.postgres import moves
+from forebay.storage.postgres.columns import from_text, to_text
 from forebay.storage.postgres.schema import advisory_key, replace_order_index, settings_text
-
-__all__ = ["Deadline", "bury", "leave", "look", "register"]
+from forebay.storage.postgres.step import Step
 
 _KEEP_S = 86_400.0
-"""How long an owner that stopped beating is remembered."""
+"""How long an owner that stopped sending heartbeats is remembered."""
 
-_LOOK = """
-SELECT owner, reaped, extract(epoch FROM deadline - clock_timestamp())::double precision AS left_s,
-    EXISTS (SELECT FROM groups g WHERE g.owner = o.owner) AS holds
-FROM owners o WHERE deadline IS NOT NULL"""
+# Not EXISTS: the planner might read the whole table for that.
+IS_LATE = (
+    "o.deadline <= clock_timestamp() "
+    "AND (NOT o.reaped OR (SELECT g.uid FROM groups g WHERE g.owner = o.owner LIMIT 1) IS NOT NULL)"
+)
+"""Whether an owner (called o) is to be reaped: it was not yet, or holds groups again."""
 
-_REGISTER = """
+RENEW = """
 INSERT INTO owners (owner, lease_s, deadline) VALUES ($1, $2, clock_timestamp() + make_interval(secs => $2))
 ON CONFLICT (owner) DO UPDATE SET lease_s = excluded.lease_s, deadline = excluded.deadline, reaped = false"""
-
-
-class Deadline(msgspec.Struct, frozen=True):
-    """How long an owner has left. `name` is as it is stored."""
-
-    name: str
-    left_s: float
-    is_due: bool
+"""A heartbeat of an owner."""
 
 
 async def register(step: Step, name: str, owner: str, settings: Settings, lease_s: float | None) -> None:
-    """Open a buffer for an owner. All who have it open agree on the settings; the first one brings them."""
+    """Open a buffer for an owner. All owners that have it open have the same settings; the first one sets them."""
     connection, wanted = step.connection, settings_text(settings)
     await connection.execute("SELECT pg_advisory_xact_lock($1)", advisory_key(name, "settings"))
     stored = await connection.fetchval("SELECT settings FROM store")
@@ -50,39 +41,42 @@ async def register(step: Step, name: str, owner: str, settings: Settings, lease_
             "SELECT EXISTS (SELECT FROM owners WHERE deadline IS NULL OR deadline > clock_timestamp())"
         ):
             raise InvalidConfig(
-                f"the buffer {name!r} is open with {stored}, and was to be opened with {wanted}; all buffers on one "
+                f"the buffer {name!r} is open with {stored}, and cannot be opened with {wanted}; all buffers on one "
                 "storage need the same policy and limits"
             )
         await replace_order_index(connection, settings.order)
         await connection.execute("UPDATE store SET settings = $1", wanted)
-    await connection.execute(_REGISTER, to_text(owner), lease_s)
+    await connection.execute(RENEW, to_text(owner), lease_s)
 
 
 async def leave(step: Step, owner: str) -> None:
-    """Release what an owner holds, and forget it."""
-    await leaving.release(step, owner)
+    """Release the groups of an owner, and forget it."""
+    await moves.release(step, owner)
     await step.connection.execute("DELETE FROM owners WHERE owner = $1", to_text(owner))
 
 
-async def look(connection: Any) -> list[Deadline]:
-    """The owners that have a deadline. Due are those that were not reaped yet, or hold something again."""
-    return [
-        Deadline(row["owner"], row["left_s"], row["left_s"] <= 0 and (row["holds"] or not row["reaped"]))
-        for row in await connection.fetch(_LOOK)
-    ]
+async def next_deadline(connection: Any) -> tuple[bool, float | None]:
+    """Whether an owner is to be reaped, and the seconds until the next deadline of another."""
+    row = await connection.fetchrow(
+        f"SELECT EXISTS (SELECT FROM owners o WHERE {IS_LATE}) AS late, (SELECT extract(epoch FROM min(deadline) - "
+        "clock_timestamp())::double precision FROM owners WHERE deadline > clock_timestamp()) AS next_s"
+    )
+    return row["late"], row["next_s"]
 
 
-async def bury(step: Step, name: str) -> dict[str, int] | None:
-    """Release what a late owner holds; None if it beat after all, or somebody else is at it."""
+async def reap(step: Step) -> dict[str, int] | None:
+    """Release the groups of late owners, by task; None if they are not late after all, or being reaped by others."""
     connection = step.connection
-    late = await connection.fetchval(
-        "SELECT true FROM owners WHERE owner = $1 AND deadline <= clock_timestamp() FOR UPDATE SKIP LOCKED", name
+    late = await connection.fetch(
+        f"SELECT o.owner FROM owners o WHERE {IS_LATE} ORDER BY o.owner FOR UPDATE SKIP LOCKED"
     )
     if not late:
         return None
-    released = await leaving.release(step, from_text(name))
-    await connection.execute("UPDATE owners SET reaped = true WHERE owner = $1", name)
+    names = [row["owner"] for row in late]
+    released = await moves.release(step, *[from_text(name) for name in names])
+    await connection.execute("UPDATE owners SET reaped = true WHERE owner = ANY($1)", names)
     await connection.execute(
         "DELETE FROM owners WHERE reaped AND deadline < clock_timestamp() - make_interval(secs => $1)", _KEEP_S
     )
+    step.wakes_all = True  # an owner may have died before it could tell of its changes
     return released

@@ -1,71 +1,37 @@
 """The tables of one buffer in PostgreSQL: one schema for each buffer name, created once, versioned.
 
-- `groups`: a row for each group, metadata only; `payloads`: its codec frame, so that counting and choosing never
-  read it. `accounts`: positions and watermarks by task. `owners`: who has the store open, and until when.
-- `tallies`: what the ledger says, in shards: a transaction adds its changes to the shard of its own connection,
-  so that puts do not wait for one row; a reader adds the shards up. `reasons`: the same, by reason. `sizes`: the same,
-  of responses by their rounded size, kept if there is a limit in bytes.
-- `ends`: groups that ended and that nobody was told of, if `store.notes_ends` (see `group_ends`).
-- `calls`: what calls answered that may come twice; buffers of earlier versions get it when they are first used.
+- `groups`: one row a group, metadata only. `payloads`: its codec frame, so that counting and choosing never read it.
+- `accounts`: the cursor, the clocks and the limits of each task; `floor_oldest` and `floor_token` follow from them,
+  so that claims compare with them in SQL.
+- `counters`: what the ledger says, in shards: a transaction adds its changes to the shard of its connection, so that
+  puts do not wait for one row; a reader adds the shards up. `reasons`: the same by reason. `sizes`: the same by the
+  rounded size of responses, kept if there is a limit in bytes.
+- `owners`: the owners that have the buffer open, and their deadlines.
+- `ends`: groups that ended and that were not reported yet, if `store.notes_ends`.
+- `calls`: the answers of calls that may be repeated.
 
-All text is COLLATE "C", which for UTF-8 is the order of code points. Creating is free of races between processes; a
-schema of a newer version is refused. Statements elsewhere name no schema: connections have it as their
-search path.
+All strings are COLLATE "C", which for UTF-8 is the order of code points. Processes may create one buffer at the same
+time; a schema of another version is refused. Statements name no schema: it is the search path of the connections.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
 from typing import Any
 
 import msgspec
 
+from forebay.core.capacity import Settings
+from forebay.core.policy import Order
 from forebay.errors import InvalidConfig
-from forebay.policy import Order
-from forebay.rollout import Status
-from forebay.storage.base import Settings
-from forebay.storage.postgres.transactions import transaction
+from forebay.storage.postgres.columns import DEFINITIONS
+from forebay.storage.postgres.step import COUNTERS
 
-__all__ = [
-    "END_COUNTERS",
-    "SHARDS",
-    "SHELF",
-    "TALLY_COLUMNS",
-    "advisory_key",
-    "checked_name",
-    "ensure_schema",
-    "order_clause",
-    "replace_order_index",
-    "settings_text",
-]
+VERSION = 4
 
-VERSION = 3
-SHARDS = 16
-
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
-
-END_COUNTERS = ("trained", "filtered", "failed", "discarded")
-TALLY_COLUMNS = (
-    "issued",
-    "in_flight",
-    "leased",
-    *(f"buffered_{status}" for status in Status),
-    "in_flight_tokens",
-    "buffered_tokens",
-    "leased_tokens",
-    "bytes",
-    "reserved",
-    *END_COUNTERS,
-    *(f"{end}_tokens" for end in END_COUNTERS),
-    "issued_tokens",
-    "reset_tokens",
-)
-"""Counters of a task. `bytes` and `reserved` are those of the groups in flight, buffered and leased."""
-
-SHELF = "(task_name || '/' || status)"
-"""Where a buffered group stands: those that are claimed in one order together. As one value, so that only the index of
-that order fits a claim: until the tables are analysed, the planner takes any index for as good as another."""
+QUEUE = "(task_name || '/' || status)"
+"""The queue that a buffered group waits in: groups of one queue are claimed in one order. It is one value, so that only
+the index of that order fits a claim: until the tables are analysed, the planner takes any index for as good."""
 
 _TABLES = f"""
 CREATE TABLE store (
@@ -79,48 +45,13 @@ CREATE TABLE store (
 CREATE SEQUENCE uids;
 CREATE SEQUENCE arrivals;
 CREATE SEQUENCE hand_ids;
-CREATE SEQUENCE archive_ids;
-CREATE TABLE groups (
-    uid bigint PRIMARY KEY,
-    timestamp_id bigint NOT NULL,
-    task_name text COLLATE "C" NOT NULL,
-    group_id bigint NOT NULL,
-    status text COLLATE "C" NOT NULL,
-    place text COLLATE "C" NOT NULL,
-    samples bigint NOT NULL,
-    tokens bigint NOT NULL,
-    bytes bigint NOT NULL,
-    num_tries bigint NOT NULL,
-    reward double precision,
-    oldest_step bigint,
-    newest_step bigint,
-    token_step bigint,
-    given_staleness bigint NOT NULL,
-    unjudged bigint NOT NULL,
-    created_at double precision NOT NULL,
-    moved_at double precision NOT NULL,
-    priority double precision NOT NULL,
-    attempt bigint NOT NULL,
-    deliveries bigint NOT NULL,
-    revision bigint NOT NULL,
-    owner text COLLATE "C",
-    lease_id text COLLATE "C",
-    train_step bigint,
-    reserved_bytes bigint NOT NULL,
-    session_ids bytea,
-    tags bytea,
-    tag_values jsonb,
-    archive_id bigint,
-    trained_as text COLLATE "C",
-    UNIQUE (task_name, group_id)
-) WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.05);
+CREATE TABLE groups ({DEFINITIONS}, PRIMARY KEY (uid), UNIQUE (task_name, group_id))
+    WITH (fillfactor = 80, autovacuum_vacuum_scale_factor = 0.02, autovacuum_analyze_scale_factor = 0.05);
 CREATE INDEX groups_oldest ON groups (task_name, status, oldest_step) WHERE place = 'buffered';
-CREATE INDEX groups_token ON groups (task_name, status, token_step)
-    WHERE place = 'buffered' AND token_step IS DISTINCT FROM oldest_step;
-CREATE INDEX groups_again ON groups ({SHELF}, group_id)
+CREATE INDEX groups_again ON groups ({QUEUE}, group_id)
     WHERE place = 'buffered' AND status IN ('init', 'expired', 'aborted');
 CREATE INDEX groups_held ON groups (owner, uid) WHERE owner IS NOT NULL;
-CREATE INDEX groups_archived ON groups (archive_id) WHERE place = 'archived';
+CREATE INDEX groups_archived ON groups (moved_at, uid) WHERE place = 'archived';
 CREATE INDEX groups_trained ON groups (train_step) WHERE place = 'archived';
 CREATE TABLE payloads (uid bigint PRIMARY KEY, frame bytea NOT NULL)
     WITH (autovacuum_vacuum_scale_factor = 0.02, toast.autovacuum_vacuum_scale_factor = 0.02);
@@ -128,18 +59,17 @@ ALTER TABLE payloads ALTER COLUMN frame SET STORAGE EXTERNAL;
 CREATE TABLE accounts (
     task_name text COLLATE "C" PRIMARY KEY,
     cursor bigint NOT NULL DEFAULT 0,
+    source_state bytea,
     train_step bigint,
-    stale_threshold bigint,
-    token_stale_threshold bigint,
-    retryable boolean,
+    model_step bigint,
+    limits text NOT NULL DEFAULT '{{}}',
     floor_oldest bigint,
-    floor_token bigint,
-    source_state bytea
+    floor_token bigint
 ) WITH (fillfactor = 50);
-CREATE TABLE tallies (
+CREATE TABLE counters (
     task_name text COLLATE "C" NOT NULL,
     shard smallint NOT NULL,
-    {", ".join(f"{column} bigint NOT NULL DEFAULT 0" for column in TALLY_COLUMNS)},
+    {", ".join(f"{name} bigint NOT NULL DEFAULT 0" for name in COUNTERS)},
     PRIMARY KEY (task_name, shard)
 ) WITH (fillfactor = 30, autovacuum_vacuum_threshold = 500, autovacuum_vacuum_scale_factor = 0);
 CREATE TABLE reasons (
@@ -156,6 +86,12 @@ CREATE TABLE sizes (
     groups bigint NOT NULL,
     PRIMARY KEY (task_name, size, shard)
 ) WITH (fillfactor = 50);
+CREATE TABLE owners (
+    owner text COLLATE "C" PRIMARY KEY,
+    lease_s double precision,
+    deadline timestamptz,
+    reaped boolean NOT NULL DEFAULT false
+) WITH (fillfactor = 50);
 CREATE TABLE ends (
     number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
     task_name text COLLATE "C" NOT NULL,
@@ -165,14 +101,6 @@ CREATE TABLE ends (
     data bytea NOT NULL
 ) WITH (autovacuum_vacuum_scale_factor = 0.02);
 CREATE INDEX ends_identity ON ends (task_name, group_id);
-CREATE TABLE owners (
-    owner text COLLATE "C" PRIMARY KEY,
-    lease_s double precision,
-    deadline timestamptz,
-    reaped boolean NOT NULL DEFAULT false
-) WITH (fillfactor = 50);
-"""
-_CALLS = """
 CREATE TABLE calls (
     client text COLLATE "C" NOT NULL,
     sequence bigint NOT NULL,
@@ -183,23 +111,10 @@ CREATE TABLE calls (
 ALTER TABLE calls ALTER COLUMN data SET STORAGE EXTERNAL;
 """
 
-# Where both steps are equal, which is nearly always, groups_oldest answers both questions of age: see `due`.
-
-
 # Read as data: what a connection has cached of the catalogue may be older than its lock.
-_IS_THERE = """
+_EXISTS = """
 SELECT EXISTS (SELECT FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-    WHERE n.nspname = $1 AND c.relname = $2)"""
-
-
-def checked_name(name: str) -> str:
-    """A buffer name that is safe as an identifier; InvalidConfig otherwise."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidConfig(
-            f"a buffer in PostgreSQL is named {name!r}; expected a small letter, then up to 40 small letters, digits "
-            "and underscores"
-        )
-    return name
+    WHERE n.nspname = $1 AND c.relname = 'store')"""
 
 
 def advisory_key(name: str, purpose: str) -> int:
@@ -209,47 +124,40 @@ def advisory_key(name: str, purpose: str) -> int:
 
 
 async def ensure_schema(connection: Any, name: str) -> str:
-    """The id of the store, created if it is not there; InvalidConfig if another version of Forebay made it."""
-    if not await connection.fetchval(_IS_THERE, name, "store"):
-        async with transaction(connection):
-            await connection.execute("SELECT pg_advisory_xact_lock($1)", advisory_key(name, "schema"))
-            if not await connection.fetchval(_IS_THERE, name, "store"):
-                if await connection.fetchval("SELECT getdatabaseencoding()") != "UTF8":
-                    raise InvalidConfig("the database does not store text as UTF-8; create it with ENCODING 'UTF8'")
-                await connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{name}"')
-                await connection.execute(_TABLES + _CALLS)
-                await connection.execute("INSERT INTO store (version) VALUES ($1)", VERSION)
+    """The id of the store, which is created if it does not exist; InvalidConfig if it has another version.
+
+    In a transaction: either all tables exist afterwards, or none.
+    """
+    if not await connection.fetchval(_EXISTS, name):
+        await connection.execute("SELECT pg_advisory_xact_lock($1)", advisory_key(name, "schema"))
+        if not await connection.fetchval(_EXISTS, name):
+            if await connection.fetchval("SELECT getdatabaseencoding()") != "UTF8":
+                raise InvalidConfig("the database does not store strings as UTF-8; create it with ENCODING 'UTF8'")
+            await connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{name}"')
+            await connection.execute(_TABLES)
+            await connection.execute("INSERT INTO store (version) VALUES ($1)", VERSION)
     version = await connection.fetchval("SELECT version FROM store")
     if version != VERSION:
-        raise InvalidConfig(
-            f"the buffer {name!r} in this database has schema version {version}; this Forebay knows version {VERSION}: "
-            "use the Forebay that made it, or a newer one"
+        advice = (
+            "use a newer Forebay"
+            if version > VERSION
+            else "finish with the Forebay that made it, or choose another name and restore a checkpoint into it"
         )
-    if not await connection.fetchval(_IS_THERE, name, "calls"):
-        async with transaction(connection):
-            await connection.execute("SELECT pg_advisory_xact_lock($1)", advisory_key(name, "schema"))
-            if not await connection.fetchval(_IS_THERE, name, "calls"):
-                await connection.execute(_CALLS)
+        raise InvalidConfig(
+            f"the buffer {name!r} in this database has schema version {version}; this Forebay reads version "
+            f"{VERSION}: {advice}"
+        )
     store_id: str = await connection.fetchval("SELECT store_id FROM store")
     return store_id
 
 
 def settings_text(settings: Settings) -> str:
-    """The settings that all openers must share, as stored. A `choose` is known by its name."""
+    """The settings that all owners must share, as they are stored. A `choose` is known by its name."""
     choose: Any = settings.choose
-    chooser = None
+    name = None
     if choose is not None:
-        chooser = f"{choose.__module__}.{getattr(choose, '__qualname__', type(choose).__name__)}"
-    return msgspec.json.encode(
-        {
-            "order": [[column.name, column.descending] for column in settings.order.columns],
-            "choose": chooser,
-            "max_groups": settings.max_groups,
-            "max_bytes": settings.max_bytes,
-            "expect_group_bytes": settings.expect_group_bytes,
-            "keep_trained": settings.keep_trained,
-        }
-    ).decode()
+        name = f"{choose.__module__}.{getattr(choose, '__qualname__', type(choose).__name__)}"
+    return msgspec.json.encode({**msgspec.structs.asdict(settings), "choose": name}).decode()
 
 
 def order_clause(order: Order) -> str:
@@ -269,5 +177,5 @@ async def replace_order_index(connection: Any, order: Order) -> None:
         if row["indexname"] != wanted:
             await connection.execute(f'DROP INDEX "{row["indexname"]}"')
     await connection.execute(
-        f"CREATE INDEX IF NOT EXISTS \"{wanted}\" ON groups ({SHELF}, {clause}) WHERE place = 'buffered'"
+        f"CREATE INDEX IF NOT EXISTS \"{wanted}\" ON groups ({QUEUE}, {clause}) WHERE place = 'buffered'"
     )

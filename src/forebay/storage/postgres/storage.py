@@ -1,367 +1,444 @@
 """PostgresStorage: the contract of `storage.base`, one transaction for each operation.
 
-It keeps no rows: everything is in the database, and what this process knows (`len`) is as of its last look. It connects
-when it is first used and disconnects when its last owner closes; it may then be used again, also on another event
-loop. A server that is away is StorageUnavailable; when it is back, the storage goes on.
+An operation is a function of the same name: in `moves` if it changes something, in `reads` if not. Defined here are the
+operations that need more than one step, or state of this process. The storage keeps no rows: all of them are in the
+database, and `len` is as of the last read. It connects when it is first used and disconnects when its last owner
+closes; it may then be used again, also on another event loop. If the server is away, operations raise
+StorageUnavailable; when it is back, the storage continues.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterable, Awaitable, Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import asyncpg
 
-from forebay.codec import encode_group
+from forebay.core.capacity import Settings
+from forebay.core.ledger import Account, Clock, GroupEnd, Record, Row
+from forebay.core.query import Node
+from forebay.core.rollout import Status
 from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, LostLease, NoRoom
-from forebay.ledger import Account, Event, GroupEnd, Watermark
-from forebay.query import Node
-from forebay.record import Record, Row
-from forebay.rollout import Status
-from forebay.storage.base import Arrival, Claim, Claimed, Content, Revision, Snapshot, Usage
-from forebay.storage.calls import CALL, Answered, Applied, Call, Counted, Done, Handed, Stored, claimed_rows, value_of
-from forebay.storage.postgres import answers, arriving, claiming, leaving, looking, streams
-from forebay.storage.postgres import watermarks as marks
-from forebay.storage.postgres.connections import Step
-from forebay.storage.postgres.life import PostgresLife
-from forebay.storage.postgres.transactions import READ
-
-__all__ = ["PostgresStorage"]
+from forebay.storage.base import (
+    Arrival,
+    Claim,
+    Claimed,
+    Content,
+    Listener,
+    Operation,
+    Reaped,
+    Rows,
+    Snapshot,
+    Storage,
+    Summary,
+)
+from forebay.storage.idempotency import CALL, Answered, Call, CallMemory, Returned
+from forebay.storage.payloads import fail_damaged, read_rows
+from forebay.storage.postgres import accounts, claims, moves, owners, puts, reads
+from forebay.storage.postgres.connections import READ, Connections, Work, transaction
+from forebay.storage.postgres.notify import EVERYTHING, Notifier
+from forebay.storage.postgres.schema import advisory_key, ensure_schema
+from forebay.storage.postgres.step import Step
+from forebay.storage.urls import checked_name
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _LOOK_AGAIN_S = 0.5
-_SLICE_GROUPS = 256
+"""When to look again for an owner that another process is reaping."""
+
+_DISCARD_GROUPS = 256
 """Groups that one transaction of a discard ends."""
 
+_REFUSALS = (CursorMoved, DuplicateGroup, LostLease, NoRoom)
 
-class PostgresStorage(PostgresLife):
+
+class PostgresStorage(Storage, CallMemory):
     """Groups in a PostgreSQL database, in a schema named like the buffer.
 
     `dsn` is what asyncpg connects to. A process uses at most `max_connections` at once, and one more to listen.
     """
 
-    # --- moves --------------------------------------------------------------------------------------
+    shared: ClassVar[bool] = True
+    durable: ClassVar[bool] = True
 
-    async def _room(self, step: Step, groups: int, sizes: Callable[[Usage, int], list[int]]) -> list[int]:
-        return await arriving.hold_room(step, self.name, self._settings, looking.USAGE, groups, sizes)
+    def __init__(
+        self, dsn: str, name: str = "forebay", *, max_connections: int = 8, connect_timeout_s: float = 10.0
+    ) -> None:
+        self.name = checked_name(name)
+        self._connections = Connections(
+            dsn, name, max_connections=max_connections, timeout_s=connect_timeout_s, committed=self._committed
+        )
+        self._leases: dict[str, float | None] = {}  # lease_s of the owners that are open here
+        self._closed: set[str] = set()  # owners
+        self._listeners: list[Listener] = []
+        self._notifier: Notifier | None = None
+        self._hand_ids = puts.HandIds()
+        self._store_id: str | None = None
+        self._uses = 0
+        self._streams: set[reads.Stream] = set()
+        self._buffered = 0
+        self._tasks: set[str] = set()  # all that were ever named here
 
-    async def _anew(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a step that met a group which was not there when it looked; then it finds it."""
+    def __repr__(self) -> str:
+        return f"<PostgresStorage {self.name!r}: {self._buffered} buffered groups>"
+
+    @property
+    def store_id(self) -> str | None:
+        """Names this buffer in this database permanently; known from the first use on."""
+        return self._store_id
+
+    # --- opening and closing ------------------------------------------------------------------------
+
+    async def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
+        async with self._used():
+            await self._connections.step(lambda step: owners.register(step, self.name, owner, settings, lease_s))
+            self._connections.settings = settings
+            self._leases[owner] = lease_s
+            self._closed.discard(owner)
+            await self.summary(())
+            if self._notifier is None:
+                self._notifier = Notifier(self.name, lambda: self._connections.connect(asynchronous=True), self._heard)
+            notifier = self._notifier
+            try:
+                await notifier.listening()
+            except BaseException:
+                self._leases.pop(owner, None)
+                if self._notifier is notifier:
+                    self._notifier = None
+                    await notifier.stop()
+                raise
+
+    async def close(self, owner: str) -> None:
+        async with self._used():
+            self._leases.pop(owner, None)
+            self._closed.add(owner)
+            await self._connections.step(lambda step: owners.leave(step, owner))
+            if not self._leases:
+                for stream in list(self._streams):  # those that were not read to the end
+                    stream.end()
+
+    def _check_owner(self, owner: str) -> None:
+        if owner in self._closed:
+            raise BufferClosed(f"{owner} was closed, and can no longer hold groups")
+
+    def beat(self, owner: str) -> None:
+        lease_s, notifier = self._leases.get(owner), self._notifier
+        if lease_s is not None and notifier is not None:
+            notifier.beat(owner, lease_s)
+
+    async def reap(self) -> Reaped:
+        async with self._used():
+            async with self._connections.lend() as connection:
+                late, next_s = await owners.next_deadline(connection)
+            returned: dict[str, int] | None = {}
+            if late:
+                returned = await self._connections.step(owners.reap)
+                if returned is None:
+                    next_s = min(_LOOK_AGAIN_S, next_s or _LOOK_AGAIN_S)
+            return Reaped(returned or {}, next_s)
+
+    @asynccontextmanager
+    async def _used(self) -> AsyncIterator[None]:
+        """Connected while an owner has it open, or an operation or a stream is in progress."""
+        self._uses += 1
+        try:
+            if self._store_id is None:
+                self._store_id = await self._connections.step(lambda step: ensure_schema(step.connection, self.name))
+            yield
+        finally:
+            self._uses -= 1
+            await self._disconnect_if_idle()
+
+    async def _disconnect_if_idle(self) -> None:
+        if not self._uses and not self._streams and not self._leases:
+            notifier, self._notifier = self._notifier, None
+            if notifier is not None:
+                await notifier.stop()
+            if not self._uses:
+                await self._connections.close()
+
+    async def _perform(self, operation: Operation, /, *args: Any, **kwargs: Any) -> Any:
+        if operation.changes:
+            work = getattr(moves, operation.name)
+            return await self._step(
+                lambda step: work(step, *args, **kwargs), operation.name if operation.once else None
+            )
+        look = getattr(reads, operation.name)
+        return await self._read(lambda connection: look(connection, *args, **kwargs))
+
+    async def _read(self, look: Callable[[Any], Awaitable[T]]) -> T:
+        async with self._used(), self._connections.lend() as connection:
+            return await look(connection)
+
+    async def _step(self, work: Work[T], remembered: str | None = None, **options: Any) -> T:
+        """Run one step, once. `remembered`: the operation whose answer is remembered."""
+        async with self._used():
+            return await self._once(lambda: self._connections.step(_answering(work, remembered), **options))
+
+    # --- wake-ups -----------------------------------------------------------------------------------
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        self._listeners.append(listener)
+        return lambda: self._listeners.remove(listener)
+
+    def _heard(self, tasks: Collection[str] | None) -> None:
+        """Tasks changed (None: any). Also called in the notifier's thread."""
+        named = list(self._tasks) if tasks is EVERYTHING else tasks
+        for listener in tuple(self._listeners):
+            try:
+                listener(named)
+            except Exception:
+                # The change is stored; a failing listener concerns its owner, not the caller.
+                log.exception("listener_failed")
+
+    def _committed(self, step: Step) -> None:
+        """After a step of this process: wake waiters here and elsewhere."""
+        self._buffered = max(0, self._buffered + step.counters.buffered)
+        self._tasks |= step.tasks
+        tasks = EVERYTHING if step.wakes_all else list(step.tasks)
+        if tasks is EVERYTHING or tasks:
+            self._heard(tasks)
+            if self._notifier is not None:
+                self._notifier.tell(tasks)
+
+    # --- calls that may be repeated -----------------------------------------------------------------
+
+    async def _once(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Run an operation. If its call was answered by another process meanwhile, return that answer.
+
+        An operation that collides with a group which did not exist when it looked runs again, and then finds the group.
+        """
+        call = CALL.get()
         for _ in range(10):
             try:
                 return await attempt()
             except asyncpg.UniqueViolationError as error:
-                if answers.is_done_elsewhere(error):
-                    raise
-                self._newcomers.forget()
-        return await attempt()
-
-    async def _once(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Do what a call asks. If another process did it meanwhile (one that was thought dead), give its answer."""
-        call = CALL.get()
-        if call is None:
-            return await attempt()
-        while True:
-            refusal: Exception | None = None
-            try:
-                return await attempt()
-            except asyncpg.UniqueViolationError as error:
-                if not answers.is_done_elsewhere(error):
-                    raise
-            except (CursorMoved, DuplicateGroup, LostLease, NoRoom) as error:
+                refusal: Exception = error
+                if error.table_name != "calls":
+                    self._hand_ids.forget()
+                    continue
+            except _REFUSALS as error:
                 refusal = error  # perhaps because of what this very call did
-            found = await self.answer(call.client, call.sequence)
+            found = None if call is None else await self.answer(call.client, call.sequence)
             if found is not None:
                 answer: T = found.value
                 return answer
-            if refusal is not None:
+            if not isinstance(refusal, asyncpg.UniqueViolationError):
                 raise refusal
+        return await attempt()
+
+    async def answer(self, client: str, sequence: int) -> Answered | None:
+        async with self._used():
+            # A step: commits that are in doubt are resolved first, and their claims undone.
+            found = await self._connections.step(lambda step: claims.answer(step, client, sequence))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def forget(self, client: str) -> None:
+        await self._read(lambda connection: claims.forget(connection, client))
+
+    # --- arriving -----------------------------------------------------------------------------------
 
     async def issue(
         self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
     ) -> list[Record]:
-        frames = arriving.Frames(contents)
-
-        async def work(step: Step) -> list[Record]:
-            return await arriving.issue(
-                step,
-                task_name,
-                contents,
-                frames,
-                owner=owner,
-                cursor=cursor,
-                source_state=source_state,
-                room=self._room,
-                settings=self._settings,
-            )
-
         self._check_owner(owner)
-        async with self._used():
-            kept = answers.kept_with(work, Stored)
-            records = await self._once(lambda: self._anew(lambda: self._connections.step(kept)))
-            if owner in self._gone:  # closed meanwhile
-                await self.release(owner)
-                self._check_owner(owner)
-            return records
+        frames = puts.Frames(contents)
+        records = await self._step(
+            lambda step: puts.issue(
+                step, task_name, contents, frames, owner=owner, cursor=cursor, source_state=source_state
+            ),
+            "issue",
+            lock=self._room if puts.is_bounded(self._connections.settings) else None,
+        )
+        if owner in self._closed:  # closed meanwhile
+            await self.release(owner)
+            self._check_owner(owner)
+        return records
 
-    def _check_owner(self, owner: str) -> None:
-        if owner in self._gone:
-            raise BufferClosed(f"{owner} was closed, and can hold nothing any more")
+    @property
+    def _room(self) -> int:
+        """The lock of steps that check the capacity: they run one after the other."""
+        return advisory_key(self.name, "room")
 
     async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
         if not arrivals:
             return []
-        frames = arriving.Frames([arrival.content for arrival in arrivals])
+        frames = puts.Frames([arrival.content for arrival in arrivals])
         async with self._used():
-            return await self._once(lambda: self._anew(lambda: self._put(arrivals, frames, owner)))
+            return await self._once(lambda: self._put(arrivals, frames, owner))
 
-    async def _put(self, arrivals: Sequence[Arrival], frames: arriving.Frames, owner: str) -> list[Record]:
+    async def _put(self, arrivals: Sequence[Arrival], frames: puts.Frames, owner: str) -> list[Record]:
+        settings = self._connections.settings
         by_hand = [arrival.task_name for arrival in arrivals if arrival.group_id is None]
-        hand_ids = iter(await self._newcomers.take(self._connections, by_hand) if by_hand else ())
+        named = {arrival.group_id for arrival in arrivals if arrival.group_id is not None}
+        hand_ids = iter(await self._hand_ids.take(self._connections, by_hand, named) if by_hand else ())
         group_ids = [next(hand_ids) if a.group_id is None else a.group_id for a in arrivals]
-        if self._is_simple(arrivals, frames):
-            task_name = arrivals[0].task_name
-
-            async def put_new(step: Step) -> list[Record]:
-                return await arriving.put_new(step, task_name, group_ids, arrivals, frames)
-
-            # With its answer it is more than one statement.
-            return await self._connections.step(answers.kept_with(put_new, Stored), single=CALL.get() is None)
-
-        async def put(step: Step) -> list[Record]:
-            return await arriving.put(
-                step, arrivals, group_ids, frames, owner=owner, room=self._room, settings=self._settings
-            )
-
-        return await self._connections.step(answers.kept_with(put, Stored))
-
-    def _is_simple(self, arrivals: Sequence[Arrival], frames: arriving.Frames) -> bool:
-        """Whether one statement is enough: new groups of one task, not many bytes, and nobody counts the room."""
-        settings, task_name = self._settings, arrivals[0].task_name
-        return (
-            settings.max_groups is None
-            and settings.max_bytes is None
-            and all(a.group_id is None and not a.stale and a.task_name == task_name for a in arrivals)
-            and not frames.large
+        return await self._connections.step(
+            _answering(lambda step: puts.put(step, arrivals, group_ids, frames, owner=owner), "put"),
+            single=puts.is_single(arrivals, frames, settings),
+            lock=self._room if puts.may_need_room(arrivals, settings) else None,
         )
 
-    async def claim(self, claim: Claim) -> Claimed | None:
+    # --- claims -------------------------------------------------------------------------------------
+
+    async def claim(self, claim: Claim) -> Claimed:
         self._check_owner(claim.owner)
+        self._tasks |= claim.wants.keys()
         async with self._used():
             call = CALL.get()
             claimed = await self._once(lambda: self._claim(claim, call))
-            if claimed is None and call is not None:  # perhaps because this very call has claimed it
+            if call is not None and not any((claimed.rows or {}).values()):  # perhaps this very call has claimed them
                 found = await self.answer(call.client, call.sequence)
-                claimed = None if found is None else found.value
+                claimed = claimed if found is None else found.value
             return claimed
 
-    async def _claim(self, claim: Claim, call: Call | None) -> Claimed | None:
-        async def work(step: Step, waiting: bool) -> Claimed | None:
-            remember = None if call is None else partial(answers.store, step.connection, call)
-            return await claiming.claim(step, claim, self.name, self._settings, waiting=waiting, remember=remember)
-
+    async def _claim(self, claim: Claim, call: Call | None) -> Claimed:
         async def undo(step: Step, claimed: Claimed | None) -> None:
-            # An answer that is gone was seen: what is in doubt here was repeated elsewhere, and is held.
-            if claimed is not None and (
-                call is None or await answers.retract(step.connection, call.client, call.sequence)
-            ):
-                await claiming.undo_claim(step, claim, claimed)
+            # If the answer was dropped, the client has seen it: it repeated the call elsewhere, and holds the groups.
+            if claimed is None or not claimed.rows:
+                return
+            if call is None or await claims.retract(step.connection, call.client, call.sequence):
+                await claims.undo(step, claimed.rows)
 
-        waiting = False
+        settings, waiting = self._connections.settings, False
+        # Claims by a user's policy look at the same groups: they run one after the other.
+        lock = None if settings.choose is None else advisory_key(self.name, "choose")
         while True:
-            if claim.whole:
-                async with self._connections.lend() as connection:
-                    if not await claiming.count_qualifying(connection, claim):
-                        return None
+            await self._connections.resolve_doubts()  # they may hold the groups that are wanted
+            async with self._connections.lend() as connection:
+                outlook = await claims.look(connection, claim)
+            if not outlook.prepares and not outlook.is_worthwhile:
+                return outlook.nothing()
+            work = partial(claims.claim, claim=claim, outlook=outlook, waiting=waiting)
             try:
-                done = await self._connections.step(partial(work, waiting=waiting), undo)
-            except claiming.Damaged as found:
-                await self._fail_damaged(found.errors)
+                claimed = await self._connections.step(work, undo, lock=lock)
+            except claims.Damaged as found:
+                await fail_damaged(self, self.name, found.errors)
                 continue
-            if done is None:
+            if claimed is None:
                 waiting = True
                 continue
-            if claim.owner in self._gone:  # closed meanwhile
-                await self._connections.step(partial(undo, claimed=done))
+            if claim.owner in self._closed:  # closed meanwhile
+                await self._connections.step(partial(undo, claimed=claimed))
                 self._check_owner(claim.owner)
-            return done
+            return claimed
 
-    async def undo(self, claim: Claim, claimed: Claimed) -> None:
+    async def undo(self, claim: Claim, rows: Rows) -> None:
         call = CALL.get()
 
         async def work(step: Step) -> None:
-            await claiming.undo_claim(step, claim, claimed)
+            await claims.undo(step, rows)
             if call is not None:
-                await answers.retract(step.connection, call.client, call.sequence)
+                await claims.retract(step.connection, call.client, call.sequence)
 
-        async with self._used():
-            await self._anew(lambda: self._connections.step(work))
+        await self._step(work)
 
-    async def settle(self, lease_id: str, uids: Sequence[int], event: Event, reason: str | None = None) -> None:
-        async with self._used():
-            kept = answers.kept_with(
-                lambda step: leaving.settle(step, lease_id, uids, event, reason, self._settings), lambda _: Done()
-            )
-            await self._once(lambda: self._connections.step(kept))
+    # --- groups that were claimed, or are buffered --------------------------------------------------
 
-    async def release(self, owner: str) -> dict[str, int]:
-        async with self._used():
-            return await self._connections.step(lambda step: leaving.release(step, owner))
-
-    async def set_watermark(self, watermarks: Mapping[str, Watermark]) -> None:
+    async def advance(self, clocks: Mapping[str, Clock]) -> None:
         async with self._used():
             async with self._connections.lend() as connection:
-                news = marks.news(await marks.read(connection, watermarks), watermarks)
-            if news:
-                await self._connections.step(lambda step: marks.advance(step, watermarks))
+                known = await accounts.read(connection, clocks)
+            if any(name not in known or known[name].advance(clock) for name, clock in clocks.items()):
+                await self._connections.step(lambda step: accounts.advance(step, clocks))
 
     async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:
-        return await self._load(lambda connection: looking.due(connection, task_name, statuses, limit))
-
-    async def read(self, uid: int) -> Row | None:
-        rows = await self._load(lambda connection: looking.read(connection, uid))
-        return rows[0] if rows else None
-
-    async def _load(self, look: Callable[[Any], Awaitable[list[looking.Found]]]) -> list[Row]:
-        """Rows with their payloads. Those that are damaged end as failed."""
-        async with self._used():
-            async with self._connections.lend() as connection:
-                found = await look(connection)
-            reading = claiming.Reading()
-            for record, frame in found:
-                reading.add(record, frame)
-            if reading.damaged:
-                await self._fail_damaged(reading.damaged)
-            return reading.rows
-
-    async def _fail_damaged(self, damaged: Mapping[int, str]) -> None:
-        for uid, error in damaged.items():
-            log.error("payload_damaged buffer=%s uid=%d %s", self.name, uid, error)
-        await self.fail(dict.fromkeys(damaged, "its payload was damaged on disk"))
-
-    async def fail(self, reasons: Mapping[int, str]) -> dict[str, int]:
-        async with self._used():
-            return await self._connections.step(lambda step: leaving.fail(step, reasons))
-
-    async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
-        frames: list[bytes | None] = []
-        for revision in revisions:
-            frames.append(None if revision.content is None else encode_group(revision.content.group))
-            await asyncio.sleep(0)
-        async with self._used():
-            kept = answers.kept_with(lambda step: leaving.revise(step, revisions, frames), Applied)
-            return await self._once(lambda: self._connections.step(kept))
+        return await self._load(lambda connection: reads.due(connection, task_name, statuses, limit))
 
     async def discard(self, node: Node, reason: str) -> dict[str, int]:
         async with self._used():
             return await self._once(lambda: self._discard(node, reason))
 
     async def _discard(self, node: Node, reason: str) -> dict[str, int]:
-        discarded = Counted({})
+        discarded: Counter[str] = Counter()
         async with self._connections.lend() as connection:
-            uids = await leaving.matching(connection, node)
-        for start in range(0, len(uids), _SLICE_GROUPS):
-            chosen = uids[start : start + _SLICE_GROUPS]
-            work = partial(leaving.discard, uids=chosen, node=node, reason=reason)
-            count = partial(_with_more, discarded)
-            is_last = start + _SLICE_GROUPS >= len(uids)
-            discarded = count(await self._connections.step(answers.kept_with(work, count) if is_last else work))
-        return discarded.groups
+            uids = await moves.matching(connection, node)
 
-    async def set_priority(self, priorities: Mapping[int, float]) -> int:
-        async with self._used():
-            return await self._connections.step(lambda step: leaving.set_priority(step, priorities))
+        async def work(step: Step, start: int) -> dict[str, int]:
+            found = await moves.discard_some(step, uids[start : start + _DISCARD_GROUPS], node, reason)
+            if start + _DISCARD_GROUPS >= len(uids):
+                step.answer(Returned("discard", dict(discarded + Counter(found))))
+            return found
 
-    async def saved(self, model_step: int) -> None:
-        async with self._used():
-            await self._connections.step(lambda step: leaving.saved(step, model_step, self._settings.keep_trained))
+        for start in range(0, len(uids), _DISCARD_GROUPS):
+            discarded.update(await self._connections.step(partial(work, start=start)))
+        return dict(discarded)
 
-    async def saved_step(self) -> int | None:
-        return await self._read(lambda connection: connection.fetchval("SELECT saved_step FROM store"))
-
-    async def rewind(self, model_step: int) -> dict[str, int]:
-        async with self._used():
-            return await self._connections.step(lambda step: leaving.rewind(step, model_step))
-
-    # --- ends -----------------------------------------------------------------------------------------
-
-    async def note_ends(self) -> None:
-        await self._read(
-            lambda connection: connection.execute("UPDATE store SET notes_ends = true WHERE NOT notes_ends")
-        )
+    # --- ends and reads -----------------------------------------------------------------------------
 
     async def ends(self, owner: str, limit: int) -> list[tuple[int, GroupEnd]]:
         self._check_owner(owner)
-        async with self._used():
-            async with self._connections.lend() as connection:
-                if not await connection.fetchval("SELECT EXISTS (SELECT FROM ends)"):
-                    return []
-            return await self._connections.step(lambda step: leaving.take_ends(step, owner, limit))
+        if not await self._read(lambda connection: connection.fetchval("SELECT EXISTS (SELECT FROM ends)")):
+            return []
+        return await self._step(lambda step: moves.ends(step, owner, limit))
 
-    async def forget_ends(self, numbers: Sequence[int]) -> None:
-        await self._read(
-            lambda connection: connection.execute("DELETE FROM ends WHERE number = ANY($1)", list(numbers))
-        )
+    async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
+        summary, self._buffered = await self._read(lambda connection: reads.summary(connection, tasks, holdings))
+        self._tasks.update(tasks or (), summary.tasks)
+        return summary
 
-    # --- calls that may come twice --------------------------------------------------------------------
+    async def read(self, uid: int) -> Row | None:
+        rows = await self._load(lambda connection: reads.read(connection, uid))
+        return rows[0] if rows else None
 
-    async def answer(self, client: str, sequence: int) -> Answered | None:
-        async with self._used():
-            # A step: commits that are in doubt are resolved first, and what they claimed is undone.
-            found = await self._anew(lambda: self._connections.step(lambda step: answers.look(step, client, sequence)))
-        if found is None:
-            return None
-        kept, rows, lost = found
-        if not isinstance(kept, Handed):
-            return Answered(value_of(kept))
-        if lost:
-            raise kept.lost(lost)
-        return Answered(claimed_rows(kept, rows))
+    async def _load(self, look: Callable[[Any], Awaitable[list[reads.Found]]]) -> list[Row]:
+        """Rows with their payloads. Those that are damaged end as failed."""
+        found = await self._read(look)
+        frames = {record.uid: frame for record, frame in found if frame is not None}
+        reading = await read_rows([record for record, _ in found], frames)
+        await fail_damaged(self, self.name, reading.damaged)
+        return reading.rows
 
-    async def forget(self, client: str) -> None:
-        await self._read(lambda connection: answers.forget(connection, client))
+    def __len__(self) -> int:
+        return self._buffered
+
+    async def verify(self) -> Sequence[str]:
+        """Where the counts and the rows disagree, as sentences; empty if they agree."""
+
+        async def look(connection: Any) -> Sequence[str]:
+            async with transaction(connection, READ):
+                return await reads.problems(connection)
+
+        return await self._read(look)
 
     # --- streams ------------------------------------------------------------------------------------
 
     async def snapshot(self) -> Snapshot:
         async with self._used():
             connection = await self._connections.take()
+            stream = reads.Stream(connection, self._streams.discard)
+            self._streams.add(stream)
             try:
-                await connection.execute("SET idle_in_transaction_session_timeout = 0")  # its reader may be slow
-                await connection.execute(READ)
-                accounts = await looking.accounts(connection)
-                numbers = await connection.fetchrow(
-                    "SELECT u.last_value + u.is_called::int AS uid, a.last_value + a.is_called::int AS timestamp_id "
-                    "FROM uids u, arrivals a"
-                )
+                with self._connections.watched(connection):
+                    return await stream.snapshot()
             except BaseException:
-                self._connections.discard(connection)
+                stream.end()
                 raise
-            self._streams += 1
-            stream = streams.Stream(self._connections, connection, self._end_stream)
-            return Snapshot(accounts, numbers["uid"], numbers["timestamp_id"], stream.rows())
 
     async def restore(
         self, accounts: Mapping[str, Account], next_uid: int, next_timestamp_id: int, rows: AsyncIterable[Row]
     ) -> None:
-        async with self._used():
-            # A stream can be read once: what the server rolled back is not tried again.
-            kept = answers.kept_with(
-                lambda step: streams.restore(step, accounts, next_uid, next_timestamp_id, rows), lambda _: Done()
-            )
-            await self._once(lambda: self._connections.step(kept, once=True))
-            await self._look_at_usage()
+        # A stream can be read once: a restore that the server rolled back is not repeated.
+        await self._step(
+            lambda step: puts.restore(step, accounts, next_uid, next_timestamp_id, rows), "restore", once=True
+        )
 
 
-def _with_more(counted: Counted, records: Sequence[Record]) -> Counted:
-    """Groups by task, with those of some more records."""
-    groups = dict(counted.groups)
-    for record in records:
-        groups[record.task_name] = groups.get(record.task_name, 0) + 1
-    return Counted(groups)
+def _answering(work: Work[T], operation: str | None) -> Work[T]:
+    """A step that remembers what it returns as the answer of an operation, if that is given."""
+
+    async def run(step: Step) -> T:
+        result = await work(step)
+        if operation is not None:
+            step.answer(Returned(operation, result))
+        return result
+
+    return run

@@ -1,11 +1,11 @@
 """The tables of a SQLite store, and its stable views.
 
-    group_rows   one row a group: every field of `record.Record`; tags as JSON
-    payloads     one row a group: the samples as a codec frame, and a summary of them as JSON to look at
+    group_rows   one row a group: every field of `ledger.Record`; tags as JSON
+    payloads     one row a group: the samples as a codec frame, and a summary of them as JSON for people
     accounts     one row a task: `ledger.Account` as MessagePack
     meta         schema_version, store_id, next_uid, next_timestamp_id, saved_step, notes_ends, restoring
-    ends         one row a group that ended and that nobody was told of, if `meta.notes_ends` (see `group_ends`)
-    calls        what calls answered that may come twice (see `calls`); stores of earlier versions get it when opened
+    ends         one row a group that ended and was not reported yet, if `meta.notes_ends`
+    calls        the answers of calls that may be repeated (see `storage.idempotency`)
 
 People and tools read the views `groups` and `samples`, whose columns stay: Datasette, DuckDB or the sqlite3 shell open
 them as they are. Counting and choosing never read a payload.
@@ -15,38 +15,26 @@ from __future__ import annotations
 
 import sqlite3
 import uuid
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import msgspec
 
-from forebay.errors import DamagedData, UnreadableData
-from forebay.record import Record
-from forebay.rollout import Group
+from forebay.core.ledger import Place, Record
+from forebay.core.rollout import Group, Status
+from forebay.errors import DamagedData, InvalidConfig, StorageError, UnreadableData
 
-__all__ = ["COLUMNS", "SCHEMA_VERSION", "create", "record_of", "summary_of", "upsert_sql", "values_of"]
-
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION_ID = 0x46424159  # "FBAY"
 
 COLUMNS = Record.__struct_fields__
-_TYPES = {
-    "task_name": "TEXT NOT NULL",
-    "status": "TEXT NOT NULL",
-    "place": "TEXT NOT NULL",
-    "reward": "REAL",
-    "created_at": "REAL NOT NULL",
-    "moved_at": "REAL NOT NULL",
-    "priority": "REAL NOT NULL",
-    "owner": "TEXT",
-    "lease_id": "TEXT",
-    "tags": "TEXT NOT NULL",
-    "session_ids": "TEXT NOT NULL",
-    "oldest_step": "INTEGER",
-    "newest_step": "INTEGER",
-    "token_step": "INTEGER",
-    "train_step": "INTEGER",
-    "uid": "INTEGER PRIMARY KEY",
+_SCALARS = {int: "INTEGER", float: "REAL", str: "TEXT", Status: "TEXT", Place: "TEXT"}
+_KINDS: dict[Any, str] = {
+    **{kind: f"{sql} NOT NULL" for kind, sql in _SCALARS.items()},
+    **{kind | None: sql for kind, sql in _SCALARS.items()},
 }
+_TYPES = {name: _KINDS.get(kind, "TEXT NOT NULL") for name, kind in get_type_hints(Record).items()}
+_TYPES["uid"] = "INTEGER PRIMARY KEY"
 _VIEW_COLUMNS = (
     "uid, timestamp_id, task_name, group_id, status, place, samples, tokens, bytes, num_tries, unjudged, deliveries, "
     "reward, priority, oldest_step, newest_step, created_at, moved_at, attempt, owner, train_step, tags"
@@ -61,7 +49,7 @@ CREATE TABLE IF NOT EXISTS calls (
 _DDL = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE accounts (task_name TEXT PRIMARY KEY, data BLOB NOT NULL) WITHOUT ROWID;
-CREATE TABLE group_rows ({", ".join(f"{name} {_TYPES.get(name, 'INTEGER NOT NULL')}" for name in COLUMNS)});
+CREATE TABLE group_rows ({", ".join(f"{name} {_TYPES[name]}" for name in COLUMNS)});
 CREATE UNIQUE INDEX group_identity ON group_rows (task_name, group_id);
 CREATE INDEX group_order ON group_rows (place, task_name, status, timestamp_id);
 CREATE TABLE ends (number INTEGER PRIMARY KEY, data BLOB NOT NULL);
@@ -77,10 +65,36 @@ CREATE VIEW samples AS
 """
 
 
+def connect(path: Path, synchronous: str) -> sqlite3.Connection:
+    """The connection that writes to a store, which is created if it does not exist."""
+    try:
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=64)
+    except sqlite3.Error as error:
+        raise StorageError(f"{path} cannot be opened: {error}") from error
+    try:
+        connection.execute("PRAGMA page_size = 16384")  # of a new store; payloads are large
+        (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise InvalidConfig(f"{path}: this file system does not allow SQLite's write-ahead log ({mode})")
+        connection.execute(f"PRAGMA synchronous = {synchronous}")
+        connection.execute("PRAGMA journal_size_limit = 67108864")
+        connection.execute("PRAGMA wal_autocheckpoint = 4096")  # 64 MB; the writer checkpoints earlier by itself
+        connection.execute("PRAGMA cache_size = -65536")  # a batch of payloads must not spill
+        connection.execute("PRAGMA temp_store = MEMORY")
+        create(connection)
+        return connection
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, sqlite3.OperationalError):
+            raise StorageError(f"{path} cannot be opened: {error}") from error
+        if isinstance(error, sqlite3.DatabaseError):
+            raise DamagedData(f"{path} is not a SQLite database that can be read: {error}") from error
+        raise
+
+
 def create(connection: sqlite3.Connection) -> None:
     """Make the tables in a new database, or check that an existing one is ours and not newer."""
     (application_id,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
     if not tables and not application_id:
         # One transaction, pragmas included: a crash leaves an empty file, or a whole store.
@@ -88,15 +102,24 @@ def create(connection: sqlite3.Connection) -> None:
             f"BEGIN IMMEDIATE; {_DDL} {_CALLS} INSERT INTO meta VALUES ('store_id', '{uuid.uuid4().hex}'); "
             f"PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;"
         )
-    elif application_id != APPLICATION_ID:
+    else:
+        check(connection)
+        connection.execute(_CALLS)
+
+
+def check(connection: sqlite3.Connection) -> None:
+    """DamagedData unless the database is a store, UnreadableData unless it has this version."""
+    (application_id,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application_id != APPLICATION_ID:
         raise DamagedData("this SQLite database was not made by Forebay; choose another path")
-    elif version != SCHEMA_VERSION:
+    if version != SCHEMA_VERSION:
         raise UnreadableData(
-            f"this store has schema version {version}; this Forebay knows version {SCHEMA_VERSION}: use the Forebay "
+            f"this store has schema version {version}; this Forebay reads version {SCHEMA_VERSION}: use the Forebay "
             "that made it, or a newer one"
         )
-    else:
-        connection.execute(_CALLS)
+    if connection.execute("SELECT value FROM meta WHERE key = 'store_id'").fetchone() is None:
+        raise DamagedData("this store has lost its store_id; resume the last checkpoint into a new store")
 
 
 upsert_sql = (
@@ -122,7 +145,7 @@ def values_of(record: Record) -> list[Any]:
 
 
 def record_of(values: tuple[Any, ...]) -> Record:
-    """The record that column values stand for; DamagedData if they do not."""
+    """The record with these column values; DamagedData if they are not valid."""
     try:
         fields = dict(zip(COLUMNS, values, strict=True))
         fields["tags"] = msgspec.json.decode(fields["tags"]) if fields["tags"] != "{}" else {}

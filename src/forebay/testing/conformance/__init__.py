@@ -4,21 +4,18 @@
         def make_storage(self) -> Storage:
             return MyStorage(...)
 
-Every test gets a new, empty storage, opened for the owner `me`. The tests speak only the contract of
-`forebay.storage.base`; they run under pytest, and need nothing of it.
+Every test gets a new, empty storage, opened for the owner `me`. The tests use only the contract of
+`forebay.storage.base`, and a `ReplayBuffer` where a payload passes through it. pytest runs them; they do not import it.
 """
 
 from __future__ import annotations
 
-from forebay.testing.conformance.ending import Ending
 from forebay.testing.conformance.leasing import Leasing
 from forebay.testing.conformance.looking import Looking
-from forebay.testing.conformance.producing import Producing
 from forebay.testing.conformance.storing import Storing
-from forebay.testing.conformance.undoing import Undoing
 
 __all__ = ["StorageConformance"]
 
 
-class StorageConformance(Storing, Producing, Leasing, Undoing, Ending, Looking):
+class StorageConformance(Storing, Leasing, Looking):
     """Inherit from it, say how to make a storage, and let pytest run it."""

@@ -1,33 +1,38 @@
-"""What the tests of the suite share: a storage with short names for the calls that they repeat."""
+"""The base of the conformance tests: a storage under test, and short names for the calls that they repeat."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
-from forebay.policy import FIFOReplayPolicy, ReplayPolicy
-from forebay.query import parse
-from forebay.record import Record, Row, Tags, describe
-from forebay.rollout import RolloutState, Status
-from forebay.storage.base import Arrival, Claim, Content, Purpose, Settings, Storage
+from forebay.core.capacity import Settings, Usage
+from forebay.core.ledger import Account, Record, Row, Tags, describe
+from forebay.core.policy import FIFOReplayPolicy, ReplayPolicy
+from forebay.core.query import parse
+from forebay.core.rollout import RolloutState, Status
+from forebay.storage.base import Arrival, Claim, Content, Purpose, Rows, Storage, TaskSummary
 from forebay.testing.samples import make_group
 
-__all__ = ["Store", "Suite"]
+S = TypeVar("S", bound="Suite")
 
 ME, OTHER = "me", "other"
 COMPLETED, ABORTED, EXPIRED, INIT = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.INIT
 
 
 @contextmanager
-def raises(kind: type[Exception]) -> Iterator[None]:
+def raises(kind: type[Exception], *parts: str) -> Iterator[None]:
+    """AssertionError unless the block raises this error with all of these parts in its message."""
     try:
         yield
-    except kind:
-        return
-    raise AssertionError(f"{kind.__name__} was expected, and nothing was raised")
+    except kind as error:
+        found = str(error)
+    else:
+        raise AssertionError(f"{kind.__name__} was expected, and nothing was raised")
+    assert all(part in found for part in parts), f"{parts} was expected in: {found}"
 
 
 def content(group: Sequence[RolloutState], *, tags: Tags | None = None, priority: float | None = None) -> Content:
@@ -39,6 +44,12 @@ def arrival(group: Sequence[RolloutState], task_name: str = "math", **more: Any)
     return Arrival(
         task_name=task_name, content=content(group, tags=tags, priority=priority), group_id=group[0].group_id, **more
     )
+
+
+def claim_of(n: int, *statuses: Status, purpose: Purpose = Purpose.TAKE, task_name: str = "math", **more: Any) -> Claim:
+    lease = {"lease_id": "lease", "train_step": 5} if purpose is Purpose.LEASE else {}
+    wants = {task_name: n}
+    return Claim(wants=wants, statuses=statuses or (COMPLETED,), purpose=purpose, **{"owner": ME, **lease, **more})
 
 
 class Store:
@@ -56,28 +67,34 @@ class Store:
         return await self.storage.issue(task_name, contents, owner=owner, cursor=cursor)
 
     async def claim(self, n: int, *statuses: Status, task_name: str = "math", **more: Any) -> list[Row]:
-        purpose = more.pop("purpose", Purpose.TAKE)
-        claimed = await self.storage.claim(
-            Claim(
-                wants={task_name: n},
-                statuses=statuses or (COMPLETED,),
-                purpose=purpose,
-                owner=more.pop("owner", ME),
-                **more,
-            )
-        )
-        assert claimed is not None
-        return claimed[task_name]
+        return (await self.claimed(claim_of(n, *statuses, task_name=task_name, **more)))[task_name]
+
+    async def claimed(self, claim: Claim) -> Rows:
+        rows = (await self.storage.claim(claim)).rows
+        assert rows is not None
+        return rows
 
     async def lease(self, n: int, lease_id: str = "lease", **more: Any) -> list[Row]:
-        return await self.claim(n, purpose=Purpose.LEASE, lease_id=lease_id, train_step=5, whole=True, **more)
+        return await self.claim(n, purpose=Purpose.LEASE, lease_id=lease_id, whole=True, **more)
 
     async def count(self, status: Status = COMPLETED, task_name: str = "math") -> int:
-        return (await self.storage.count_statuses([task_name], [status]))[task_name][status]
+        return (await self.summary(task_name)).statuses.get(status, 0)
+
+    async def summary(self, task_name: str = "math") -> TaskSummary:
+        return (await self.storage.summary((task_name,))).task(task_name)
+
+    async def account(self, task_name: str = "math") -> Account:
+        return (await self.summary(task_name)).account
+
+    async def fresh(self, status: Status = COMPLETED, task_name: str = "math") -> int:
+        return (await self.summary(task_name)).fresh.get(status, 0)
+
+    async def usage(self) -> Usage:
+        return (await self.storage.summary(())).usage
 
     async def line(self, task_name: str = "math", *, tokens: bool = False) -> dict[str, int]:
         """The ledger of a task without its zeros; closed, or the test fails."""
-        line = (await self.storage.ledger(tokens=tokens))[task_name]
+        line = (await self.summary(task_name)).line(tokens=tokens)
         assert line["issued"] == sum(line.values()) - line["issued"], f"G1: the ledger of {task_name} is open: {line}"
         return {name: n for name, n in line.items() if n}
 
@@ -95,34 +112,40 @@ def uids(rows: Sequence[Row]) -> list[int]:
 
 
 class Suite(ABC):
-    """What every part of the suite needs: a storage, a clock, and a run."""
+    """The base of every part of the suite."""
+
+    lease_s = 1.0  # long for a test that waits, and short for a busy machine
 
     @abstractmethod
     def make_storage(self) -> Storage:
         """A new, empty storage that is not open yet."""
 
     def advance_clock(self, storage: Storage, seconds: float) -> None:
-        """Let the storage's clock advance. By default by waiting; a storage with a clock of its own may be faster."""
-        import time
-
+        """Let the storage's clock advance. By default by waiting; a storage with its own clock may be faster."""
         time.sleep(seconds)
 
-    # One second is a long time for a test that waits, and a short one for a busy machine.
-    lease_s = 1.0
 
-    def run(
-        self, test: Callable[[Store], Awaitable[None]], policy: ReplayPolicy | None = None, **settings: Any
-    ) -> None:
-        async def main() -> None:
-            storage = self.make_storage()
-            chosen = policy or FIFOReplayPolicy()
+def storage_test(
+    policy: ReplayPolicy | None = None, **settings: Any
+) -> Callable[[Callable[[S, Store], Awaitable[None]]], Callable[[S], None]]:
+    """Make a test of a coroutine method. It gets a new storage with these settings; its ledgers close afterwards."""
+    chosen = policy or FIFOReplayPolicy()
+
+    def decorate(body: Callable[[S, Store], Awaitable[None]]) -> Callable[[S], None]:
+        async def run(suite: S) -> None:
+            storage = suite.make_storage()
             await storage.open(ME, Settings(order=chosen.order, choose=chosen.choose, **settings), None)
             try:
-                await test(Store(storage))
-                for task_name in await storage.ledger():
+                await body(suite, Store(storage))
+                for task_name in (await storage.summary()).tasks:
                     await Store(storage).line(task_name)
                     await Store(storage).line(task_name, tokens=True)
             finally:
                 await storage.close(ME)
 
-        asyncio.run(main())
+        def test(self: S) -> None:
+            asyncio.run(run(self))
+
+        return test
+
+    return decorate

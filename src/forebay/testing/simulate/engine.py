@@ -1,12 +1,12 @@
 """An inference engine in virtual time: long tails, failures, hangs, pauses and new weights, without a model.
 
 What it promises
-- What a sample says is a pure function of (seed, rollout_id, try, position), how long it gets of (seed, group_id,
-  rollout_id), and whether it fails or hangs of (seed, rollout_id, try); never of timing. With partial rollout a sample
-  that was interrupted anywhere, any number of times, ends up as if it had not been.
+- The tokens of a sample are a pure function of (seed, rollout_id, try, position), its length of (seed, group_id,
+  rollout_id), and its failure or hang of (seed, rollout_id, try); never of timing. With partial rollout, interruptions
+  do not change the final sample.
 - Timing is that of a server: `slots` sequences decode at once at `tokens_per_second` each, the others wait in order; a
-  pause ends what is under way after `abort_latency_s`, with the tokens that there were at the pause.
-- Every token is versioned with the weights that were there when it was generated.
+  pause ends running sequences after `abort_latency_s`, with the tokens that they had at the pause.
+- Every token is versioned with the weights that generated it.
 - A sample costs one timer, whatever its length.
 
 It runs on any event loop, but only on a simulated one in no time.
@@ -25,15 +25,14 @@ import msgspec
 import numpy as np
 
 from forebay.agent_loop.base import AgentLoop
-from forebay.checks import whole_number
+from forebay.core.rollout import RolloutState, Status, TokenColumn, VersionSpans, finish_status
+from forebay.core.staleness import stamp
+from forebay.core.validate import checked_integer
 from forebay.errors import EngineError, InvalidConfig
-from forebay.rollout import RolloutState, Status, TokenColumn, VersionSpans, finish_status
-from forebay.staleness import stamp
+from forebay.prompts.sources import start_again
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-__all__ = ["EngineFigures", "LengthModel", "LongTail", "SimulatedEngine", "token", "tokens"]
 
 VOCABULARY = 32_000
 """Token ids are below this."""
@@ -70,7 +69,7 @@ class LongTail(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         if not (self.median > 0 and self.sigma >= 0 and self.long_factor > 0 and 0 <= self.long_share <= 1):
             raise InvalidConfig(f"{self} cannot be: median and factor are above 0, sigma from 0, the share from 0 to 1")
-        whole_number("max_tokens", self.max_tokens, least=1)
+        checked_integer("max_tokens", self.max_tokens, least=1)
 
     def is_long(self, seed: int, group_id: int | None) -> bool:
         """Whether a prompt is one of those with long answers; the same for all members of its group."""
@@ -83,14 +82,14 @@ class LongTail(msgspec.Struct, frozen=True):
 
 
 class EngineFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine has done. Started is finished, aborted, failed, or still under way."""
+    """Counts of an engine. A started sample is finished, aborted, failed, or still running."""
 
     samples_started: int
     samples_finished: int
     samples_aborted: int  # by a pause or a cancel
     samples_failed: int
-    tokens_generated: int  # of the samples that ended, however they did
-    busy_s: float  # slot-seconds: of every sample from its turn until its end or the pause; those under way count
+    tokens_generated: int  # of samples that ended
+    busy_s: float  # slot-seconds: of every sample from its turn until its end or the pause; running ones count
 
     def idle_share(self, slots: int, elapsed_s: float) -> float:
         """The share of the slots' time in which nothing was generated."""
@@ -103,7 +102,7 @@ class SimulatedEngine(AgentLoop):
     `failure_rate` and `hang_rate` are shares of tries. A failure raises EngineError at some token. A hang stops at one
     and never returns by itself, only for a pause or a cancel; continued, it gets past that token, and begun again in
     the same try, it hangs again.
-    `ignores_pause`: what is under way goes on to its end whatever `pause` says. `reward(state)` is the score of a
+    `ignores_pause`: running samples continue to their end in spite of `pause`. `reward(state)` is the score of a
     sample that has finished. Weights may change at any time; a subclass may set `takes_weights_while_running`.
     """
 
@@ -128,23 +127,23 @@ class SimulatedEngine(AgentLoop):
                 f"expected tokens_per_second above 0 and abort_latency_s from 0, got {tokens_per_second} and "
                 f"{abort_latency_s}"
             )
-        self.seed = whole_number("seed", seed)
+        self.seed = checked_integer("seed", seed)
         self.lengths: LengthModel = LongTail() if lengths is None else lengths
         self.tokens_per_second = tokens_per_second
-        self.slots = None if slots is None else whole_number("slots", slots, least=1)
+        self.slots = None if slots is None else checked_integer("slots", slots, least=1)
         self.failure_rate = failure_rate
         self.hang_rate = hang_rate
         self.abort_latency_s = abort_latency_s
         self.ignores_pause = ignores_pause
         self.reward = reward
-        self._model_step = whole_number("model_step", model_step, least=0)
+        self._model_step = checked_integer("model_step", model_step, least=0)
         self._decoding: dict[_Sequence, None] = {}  # for its order, as a set has none
         self._waiting: OrderedDict[_Sequence, None] = OrderedDict()  # a plain dict is slow to give its first away
         self._started = self._tokens = 0
         self._ended = {"finished": 0, "aborted": 0, "failed": 0}
         self._busy_s = 0.0
 
-    # --- what it will say -----------------------------------------------------------------------------
+    # --- planning -------------------------------------------------------------------------------------
 
     def is_long(self, group_id: int | None) -> bool:
         """Whether a prompt is one of those with long answers."""
@@ -159,7 +158,7 @@ class SimulatedEngine(AgentLoop):
         return self.lengths.max_tokens if asked is None else min(asked, self.lengths.max_tokens)
 
     def _plan(self, state: RolloutState) -> _Sequence:
-        """From which token to which, and what happens there."""
+        """The first and the last token, and how it ends."""
         first = 0 if state.response_ids is None else len(state.response_ids)
         wanted = self.lengths.length(self.seed, state.group_id, state.rollout_id)
         limit = self._max_tokens(state)
@@ -169,7 +168,7 @@ class SimulatedEngine(AgentLoop):
         if failure is not None and failure >= first:
             last, ending = failure, "error"
         hang = self._accident(self.hang_rate, _HANGS, state, length)
-        if hang is not None and first < hang <= last:  # who was paused out of a hang gets past it
+        if hang is not None and first < hang <= last:  # a sample that a pause ended in a hang gets past it
             last, ending = hang, "hang"
         return _Sequence(state, first, max(first, last), ending)
 
@@ -187,13 +186,13 @@ class SimulatedEngine(AgentLoop):
             state.status = Status.ABORTED
             return state
         if not enable_partial_rollout:
-            _forget_response(state)
+            start_again(state)
         sequence = self._plan(state)
         self._arrive(sequence)
         ending = "abort"
         try:
             ending = await sequence.ended
-        finally:  # a cancel keeps the tokens that there are too, as a loop that streams would
+        finally:  # a cancel keeps the tokens too, as in a loop that streams
             self._leave(sequence, ending)
         if ending == "error":
             raise EngineError(
@@ -217,7 +216,7 @@ class SimulatedEngine(AgentLoop):
             sequence.began_at = loop.time()
             if sequence.ending != "hang":
                 duration_s = (sequence.last - sequence.first) / self.tokens_per_second
-                sequence.timer = loop.call_later(duration_s, _end, sequence.ended, sequence.ending)
+                sequence.timer = loop.call_later(duration_s, _end, sequence.ending, sequence.ended)
 
     def _leave(self, sequence: _Sequence, ending: str) -> None:
         now = asyncio.get_running_loop().time()
@@ -246,7 +245,7 @@ class SimulatedEngine(AgentLoop):
         ids, logprobs = _decode(self.seed, state.rollout_id, state.num_tries, first, position)
         if state.response_mask is not None:
             state.response_mask = _extended(state.response_mask, np.ones(position - first, dtype=np.int64))
-        if not first or state.logprobs is not None:  # else there is nothing to be aligned with
+        if not first or state.logprobs is not None:  # otherwise the lengths would differ
             state.logprobs = _extended(state.logprobs, logprobs)
         state.response_ids = _extended(state.response_ids, ids)
         state.version_spans = stamp(sequence.spans, position, self._model_step)
@@ -254,7 +253,7 @@ class SimulatedEngine(AgentLoop):
     # --- pausing, weights, figures --------------------------------------------------------------------
 
     async def pause(self) -> None:
-        """End what is under way, and what waits for its turn, after the abort latency."""
+        """End running and waiting samples after the abort latency."""
         await super().pause()
         if self.ignores_pause:
             return
@@ -268,7 +267,7 @@ class SimulatedEngine(AgentLoop):
                 stopped.append(sequence.ended)
         self._waiting.clear()
         if stopped:
-            loop.call_later(self.abort_latency_s, _end_all, stopped, "abort")
+            loop.call_later(self.abort_latency_s, _end, "abort", *stopped)
 
     @property
     def model_step(self) -> int:
@@ -281,7 +280,7 @@ class SimulatedEngine(AgentLoop):
 
     def set_weights(self, model_step: int) -> None:
         """New weights, from the next token on. Costs one step per sequence that is being decoded."""
-        model_step = whole_number("model_step", model_step, least=0)
+        model_step = checked_integer("model_step", model_step, least=0)
         if self._decoding and model_step != self._model_step:
             now = asyncio.get_running_loop().time()
             for sequence in self._decoding:
@@ -289,23 +288,23 @@ class SimulatedEngine(AgentLoop):
         self._model_step = model_step
 
     def figures(self) -> EngineFigures:
-        """What was done so far."""
-        under_way = 0.0
+        """The counts so far."""
+        running_s = 0.0
         if self._decoding:
             now = asyncio.get_running_loop().time()
-            under_way = sum(sequence.busy_s(now) for sequence in self._decoding)
+            running_s = sum(sequence.busy_s(now) for sequence in self._decoding)
         return EngineFigures(
             samples_started=self._started,
             samples_finished=self._ended["finished"],
             samples_aborted=self._ended["aborted"],
             samples_failed=self._ended["failed"],
             tokens_generated=self._tokens,
-            busy_s=self._busy_s + under_way,
+            busy_s=self._busy_s + running_s,
         )
 
 
 class _Sequence:
-    """One sample under way: from token `first` to token `last`, where `ending` happens."""
+    """One running sample: from token `first` to token `last`, where `ending` happens."""
 
     __slots__ = ("began_at", "ended", "ending", "first", "last", "spans", "state", "stopped_at", "timer")
 
@@ -330,21 +329,10 @@ class _Sequence:
 _COUNTED_AS = {"stop": "finished", "length": "finished", "abort": "aborted", "error": "failed"}
 
 
-def _end(ended: asyncio.Future[str], ending: str) -> None:
-    if not ended.done():
-        ended.set_result(ending)
-
-
-def _end_all(stopped: list[asyncio.Future[str]], ending: str) -> None:
-    for ended in stopped:
-        _end(ended, ending)
-
-
-def _forget_response(state: RolloutState) -> None:
-    # In place, unlike `reset_response`: when it is cancelled, the group has the objects that it came with.
-    state.response = state.response_ids = state.logprobs = state.response_mask = None
-    state.version_spans = ()
-    state.finish_reason = state.routed_experts = state.reward = state.error_msg = None
+def _end(ending: str, *sequences: asyncio.Future[str]) -> None:
+    for ended in sequences:
+        if not ended.done():
+            ended.set_result(ending)
 
 
 def _extended(column: TokenColumn | None, new: NDArray[Any]) -> NDArray[Any]:
@@ -394,7 +382,7 @@ def _decode(
 
 
 def tokens(seed: int, rollout_id: int | None, tries: int, start: int, stop: int) -> NDArray[np.int32]:
-    """What an engine says at the positions from `start` to before `stop`.
+    """The tokens of an engine at the positions from `start` to before `stop`.
 
     >>> tokens(0, 7, 0, 2, 5).tolist() == [token(0, 7, 0, position) for position in (2, 3, 4)]
     True
@@ -403,5 +391,5 @@ def tokens(seed: int, rollout_id: int | None, tries: int, start: int, stop: int)
 
 
 def token(seed: int, rollout_id: int | None, tries: int, position: int) -> int:
-    """What an engine says at one position of one try."""
+    """The token of an engine at one position of one try."""
     return int(tokens(seed, rollout_id, tries, position, position + 1)[0])

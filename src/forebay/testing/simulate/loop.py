@@ -1,18 +1,18 @@
-"""An event loop with a clock of its own and a seeded order of tasks.
+"""An event loop with a virtual clock and a seeded order of tasks.
 
 What it promises
 - Time is virtual and starts at 0.0. When nothing is ready the clock jumps to the next timer; it never sleeps.
-- Everything that is ready is shuffled by the seed before each turn. Callbacks of one future keep their order, and so
+- Ready callbacks are shuffled by the seed before each turn. Callbacks of one future keep their order, and so
   do plain `call_soon` callbacks, as asyncio documents; tasks and timers have no order to rely on. Seed None: FIFO.
 - The same seed and the same program: the same events in the same order, also in another process. For that, futures
-  and tasks of this loop hash by number instead of by address, so that sets of them have one order. What stays outside
-  is the program's to avoid: sets of texts or of coroutines (`as_completed` makes one: give it tasks), wall clocks,
-  finalisers that wait for the garbage collector.
-- A program that waits for ever ends as SimulationStuck, which says who waits where; one that runs for ever ends as
-  SimulationLimit.
+  and tasks of this loop hash by number instead of by address, so that sets of them have one order. The program itself
+  must avoid sets of strings or of coroutines (`as_completed` makes one: give it tasks), wall clocks, and finalizers
+  that wait for the garbage collector.
+- A program that waits forever ends as SimulationStuck, which lists where each task waits; one that runs forever ends
+  as SimulationLimit.
 - Work for an executor runs inline, at once. Awaiting it gives other tasks a turn, as a thread would.
 
-There are no sockets, pipes, signals or other threads: they wake nobody here. A task that polls with `sleep(0)` keeps
+There are no sockets, pipes, signals or other threads: they wake no task here. A task that polls with `sleep(0)` keeps
 virtual time from moving, and ends at the limit.
 """
 
@@ -31,22 +31,20 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-from forebay.checks import whole_number
+from forebay.core.validate import checked_integer
 from forebay.errors import ForebayError, InvalidInput
-
-__all__ = ["NotSimulated", "SimulatedLoop", "SimulationLimit", "SimulationStuck", "run"]
 
 T = TypeVar("T")
 
 _WIND_UP_EVENTS = 1_000_000
-"""What the tasks that are left may use to end, once `run` has cancelled them."""
+"""The limit for the tasks that `run` cancels at its end."""
 
 _SHOWN_TASKS = 20
 _ASYNCIO = Path(asyncio.__file__).parent
 
 
 class SimulationStuck(ForebayError):
-    """Nothing is ready and no timer is set. `waiting` has a line for every task that is pending: who waits where."""
+    """Nothing is ready and no timer is set. `waiting` has a line for every pending task: where it waits."""
 
     def __init__(self, problem: str, loop: SimulatedLoop) -> None:
         self.waiting = tuple(f"{task.get_name()}: {_place(task)}" for task in loop._pending())
@@ -58,7 +56,7 @@ class SimulationStuck(ForebayError):
 
 
 class SimulationLimit(SimulationStuck):
-    """More events, or more virtual seconds, than allowed: the program goes on without end, or the limit is too low."""
+    """More events, or more virtual seconds, than allowed: the program never ends, or the limit is too low."""
 
 
 class NotSimulated(ForebayError):
@@ -83,11 +81,11 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     _timer_cancelled_count: int
 
     def __init__(self, seed: int | None = 0, *, max_events: int = 10_000_000, max_seconds: float | None = None) -> None:
-        self._max_events = whole_number("max_events", max_events, least=1)
+        self._max_events = checked_integer("max_events", max_events, least=1)
         if max_seconds is not None and not max_seconds >= 0:
             raise InvalidInput(f"max_seconds is {max_seconds!r}; expected a number of virtual seconds, or None")
         self._max_seconds = math.inf if max_seconds is None else max_seconds
-        self._random = None if seed is None else random.Random(whole_number("seed", seed))
+        self._random = None if seed is None else random.Random(checked_integer("seed", seed))
         self._now = 0.0
         self._numbers = 0
         self._faults: dict[int, list[Callable[[], object]]] = {}
@@ -102,12 +100,12 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     def at_event(self, number: int, callback: Callable[[], object]) -> None:
         """Call `callback()` right before the callback with this number (from 1) runs.
 
-        It runs between two callbacks, on the loop but in no task: it may set, cancel, create tasks. What it raises
-        ends the run. Several for one number run in the order in which they came.
+        It runs between two callbacks, on the loop but in no task: it may set events, and cancel or create tasks. Its
+        exceptions end the run. Several callbacks for one number run in the order of these calls.
         """
-        number = whole_number("number", number)
+        number = checked_integer("number", number)
         if number <= self.events:
-            raise InvalidInput(f"event {number} has been; {self.events} have run, so expected a number above that")
+            raise InvalidInput(f"event {number} has already run; expected a number above {self.events}")
         self._faults.setdefault(number, []).append(callback)
         self._watch()
 
@@ -119,11 +117,11 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
     def create_task(self, coro: Any, **options: Any) -> asyncio.Task[Any]:
         """A task that hashes by number. A task factory that was set goes first."""
-        # Not a factory of our own: Python 3.13.0 calls every unnamed task of a factory "None".
+        # Not our own factory: Python 3.13.0 calls every unnamed task of a factory "None".
         if self.get_task_factory() is not None:
             return super().create_task(coro, **options)
         number = self._numbers = self._numbers + 1
-        if options.get("name") is None:  # asyncio's own number counts on over all loops of the process
+        if options.get("name") is None:  # asyncio's own number continues over all loops of the process
             options["name"] = f"Task-{number}"
         return _Task(coro, number=number, loop=self, **options)
 
@@ -154,7 +152,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
             self._shuffle(self._random.random)
         for _ in range(len(ready)):  # what these make ready has its turn next time
             if self.events >= self._mark:
-                self._reach_mark()  # before the handle leaves: what this raises must lose nobody's turn
+                self._reach_mark()  # before the handle leaves: an error here must not lose its turn
             handle = ready.popleft()
             if not handle._cancelled:
                 self.events += 1
@@ -193,12 +191,12 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
             heapq.heappop(scheduled)._scheduled = False
             self._timer_cancelled_count -= 1
         if not scheduled or scheduled[0]._when == math.inf:
-            raise SimulationStuck("nothing is ready and no timer is set, so it would wait for ever", self)
+            raise SimulationStuck("nothing is ready and no timer is set, so it would wait forever", self)
         when = scheduled[0]._when
         if when > self._max_seconds:
             raise SimulationLimit(
                 f"the next timer is at {when:g} s, beyond max_seconds={self._max_seconds:g}; raise it, or see what "
-                "goes on without end",
+                "never ends",
                 self,
             )
         self._now = max(self._now, when)
@@ -216,7 +214,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         self._watch()
         if self.events >= self._max_events:
             raise SimulationLimit(
-                f"max_events={self._max_events} have run; raise it, or see what goes on without end (polling with "
+                f"max_events={self._max_events} have run; raise it, or see what never ends (polling with "
                 "sleep(0) never lets virtual time move)",
                 self,
             )
@@ -228,7 +226,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return sorted(tasks, key=lambda task: task.number if isinstance(task, _Task) else 0)
 
     def _wind_up(self) -> None:
-        """Cancel and await what is left, as `asyncio.run` does. Without faults, and with limits of its own."""
+        """Cancel and await what is left, as `asyncio.run` does. Without faults, and with separate limits."""
         self._faults.clear()
         self._max_events = self.events + _WIND_UP_EVENTS
         self._max_seconds = math.inf
@@ -253,7 +251,7 @@ def run(
     max_seconds: float | None = None,
     faults: Sequence[tuple[int, Callable[[], object]]] = (),
 ) -> T:
-    """The result of an async program, run to its end in virtual time on a loop of its own.
+    """The result of an async program, run to its end in virtual time on a new loop.
 
     `faults` are (event number, callback), see `SimulatedLoop.at_event`. Tasks that are left at the end are cancelled
     and awaited. What the program raises is raised; SimulationStuck and SimulationLimit end it from outside.
@@ -294,9 +292,9 @@ class _Future(asyncio.Future[Any]):
 
 
 class _Done(_Future):
-    """Done from the start, but whoever awaits it lets others run first: a thread never answers within the turn.
+    """Done from the start, but a task that awaits it lets others run first: a thread never answers within the turn.
 
-    It also keeps a loop around `to_thread` from running for ever without one event.
+    It also keeps a loop around `to_thread` from running forever without one event.
     """
 
     def __await__(self) -> Generator[Any, None, Any]:

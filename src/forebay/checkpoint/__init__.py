@@ -1,0 +1,1 @@
+"""Checkpoint directories: files, publishing, the format of groups and its contents. Readers see whole checkpoints."""

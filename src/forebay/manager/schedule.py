@@ -1,0 +1,311 @@
+"""How a batch is shared among tasks, which steps are planned, and what each task owes for them. Pure.
+
+A step is planned once, when the producer reaches it (or the consumer, if it is earlier): n groups of each task. It is
+planned until its batch has been acknowledged, and then counts as consumed. A task owes its groups of all planned steps;
+how many of them exist is read from the ledger, never counted here. So a restart at any moment owes neither too little
+nor too much.
+
+A batch is shared seat by seat: every task gains its share of the weights as credit, the largest credit takes the seat
+and pays 1, ties in task order. Credits are kept from step to step, so the mix is right over time, also when a batch is
+smaller than the number of tasks. They are fractions of a seat: rounding loses nothing, however long a run is.
+
+At any moment a task is less than 1 seat ahead of its share (the taker of a seat has a credit above 0), and of n tasks
+at most 1/2 + 1/3 + ... + 1/n behind. Of the k largest credits the mean is at most 1/(k+1) + ... + 1/n: a seat that one
+of them takes costs them what they gained; for a seat that another one takes, that one had the largest credit, so their
+mean was no larger than that of all k+1, which had gained at most 1 together.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Collection, Mapping
+from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import msgspec
+
+from forebay.core.validate import checked_integer
+from forebay.errors import DamagedData, InvalidConfig, InvalidInput
+
+if TYPE_CHECKING:
+    from forebay.checkpoint.format import Manifest
+
+Credits: TypeAlias = "Mapping[str, Fraction]"
+
+_CREDIT = re.compile(r"-?[0-9]{1,1000}(/[0-9]{1,1000})?", re.ASCII)
+
+
+def check_weights(weights: Mapping[str, float]) -> None:
+    """InvalidConfig unless there are tasks, no weight is negative, and some weight is not zero."""
+    if not weights:
+        raise InvalidConfig("there is no task; expected at least one")
+    for name, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+            raise InvalidConfig(f"the weight of task {name!r} is {weight!r}; expected a number from 0")
+    if not any(weights.values()):
+        raise InvalidConfig(f"the weights of all tasks ({', '.join(weights)}) are 0; expected one above 0")
+
+
+def allocate(batch_size: int, weights: Mapping[str, float], credits: Credits) -> tuple[dict[str, int], Credits]:
+    """How many groups of a batch each task gives, and the credits after that.
+
+    >>> sizes, credits = allocate(7, {"b": 1, "a": 2, "c": 0}, {})
+    >>> sizes
+    {'b': 2, 'a': 5, 'c': 0}
+    >>> allocate(1, {"b": 1, "a": 2, "c": 0}, credits)[0]
+    {'b': 1, 'a': 0, 'c': 0}
+    """
+    check_weights(weights)
+    try:
+        checked_integer("batch_size", batch_size, least=0)
+    except InvalidInput as error:
+        raise InvalidInput(f"{error} (groups of all tasks together)") from None
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    total = sum(exact.values())
+    gains = {name: weight / total for name, weight in exact.items()}
+    held = {name: credits.get(name, Fraction(0)) for name in weights}
+    # In integers: with fractions, a large batch of many tasks would block the event loop.
+    seat = math.lcm(*[fraction.denominator for fraction in (*gains.values(), *held.values())])
+    gained = {name: int(gain * seat) for name, gain in gains.items() if gain}
+    credit = {name: int(held[name] * seat) for name in gained}
+    sizes = dict.fromkeys(weights, 0)
+    for _ in range(batch_size):
+        for name, gain in gained.items():
+            credit[name] += gain
+        taker = max(credit, key=credit.__getitem__)
+        credit[taker] -= seat
+        sizes[taker] += 1
+    return sizes, held | {name: Fraction(parts, seat) for name, parts in credit.items()}
+
+
+def save_credits(credits: Credits) -> dict[str, str]:
+    """Credits as plain data.
+
+    >>> save_credits({"a": Fraction(-1, 3)})
+    {'a': '-1/3'}
+    """
+    return {name: str(credit) for name, credit in credits.items()}
+
+
+def load_credits(state: Mapping[str, str]) -> Credits:
+    """Credits from plain data; ValueError if they are not what `save_credits` returned."""
+    for name, credit in state.items():
+        if not isinstance(credit, str) or not _CREDIT.fullmatch(credit):  # a power of ten could take forever
+            raise ValueError(f"the credit of task {name!r} is {credit!r:.80}; expected a fraction such as -1/3")
+    return {str(name): Fraction(credit) for name, credit in state.items()}
+
+
+Step: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class PlannedStep(msgspec.Struct, frozen=True):
+    """The groups of one train step by task, and the credits before it was planned."""
+
+    sizes: dict[str, Count]
+    credits_before: dict[str, str]
+
+    @property
+    def batch_size(self) -> int:
+        return sum(self.sizes.values())
+
+
+class _State(msgspec.Struct, kw_only=True, frozen=True):
+    next_consumer_step: Step
+    producer_future_step: Step
+    consumed: dict[str, Count]
+    planned: dict[Step, PlannedStep]
+    credits: dict[str, str]
+
+
+class ProduceProgress:
+    """Planned steps, and the groups that are owed for them. `weights`: of the tasks, in their order."""
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.weights = dict(weights)
+        self.next_consumer_step = 1
+        self.producer_future_step = 1
+        self.consumed = dict.fromkeys(weights, 0)
+        self.planned: dict[int, PlannedStep] = {}
+        self.credits: dict[str, str] = {}  # as saved
+        self.skipped: set[str] = set()  # tasks that steps are planned without for a while
+        self._last: tuple[int, int, dict[int, PlannedStep]] | None = None
+
+    @property
+    def target(self) -> dict[str, int]:
+        """Groups of each task, consumed or planned, since the beginning."""
+        return {
+            name: consumed + sum(step.sizes.get(name, 0) for step in self.planned.values())
+            for name, consumed in self.consumed.items()
+        }
+
+    @property
+    def target_upto(self) -> int:
+        """The last step that is consumed or planned."""
+        return max(self.planned, default=self.next_consumer_step - 1)
+
+    def owed(self, task_name: str, upto: int) -> int:
+        """Groups of a task that the steps planned so far, up to this one, have still to get."""
+        return sum(step.sizes.get(task_name, 0) for number, step in self.planned.items() if number <= upto)
+
+    def plan(self, batch_size: int, train_step: int) -> dict[str, int]:
+        """The groups of a step by task. Steps before it that were not planned are left out, and cost no credit."""
+        if train_step < self.next_consumer_step:
+            raise InvalidInput(
+                f"train step {train_step} was already acknowledged; the next one is {self.next_consumer_step}"
+            )
+        if train_step not in self.planned:
+            sizes, credits = allocate(batch_size, self.active_weights, load_credits(self.credits))
+            self.planned[train_step] = PlannedStep(sizes, self.credits)
+            self.credits = save_credits(credits)
+        step = self.planned[train_step]
+        if step.batch_size != batch_size:
+            raise InvalidInput(
+                f"step {train_step} is planned with {step.batch_size} groups, but {batch_size} were asked for; use one "
+                "batch size for produce_loop and get_batch"
+            )
+        return {name: step.sizes.get(name, 0) for name in self.weights}
+
+    @property
+    def active_weights(self) -> dict[str, float]:
+        """The weights that steps are planned with."""
+        return {name: 0.0 if name in self.skipped else weight for name, weight in self.weights.items()}
+
+    def skip_task(self, name: str, *, leased: Collection[int]) -> None:
+        """Plan again, without a task, the steps that were not handed out."""
+        self.skipped.add(name)
+        again = {number: step.batch_size for number, step in self.planned.items() if number not in leased}
+        if again:
+            self.credits = self.planned[min(again)].credits_before
+        for number in again:
+            del self.planned[number]
+        for number in sorted(again):
+            self.plan(again[number], number)
+
+    def skip_to(self, train_step: int) -> None:
+        """Continue producing from this step: steps before it that were not planned are left out."""
+        self.producer_future_step = max(self.producer_future_step, train_step)
+
+    @property
+    def begun(self) -> bool:
+        """Whether any step was planned yet."""
+        return bool(self.planned) or any(self.consumed.values())
+
+    def change_batch_size(self, batch_size: int) -> None:
+        """From now on steps have this size; if some are planned with another, all are planned again."""
+        if any(step.batch_size != batch_size for step in self.planned.values()):
+            self.forget_planned()
+
+    def consume(self, train_step: int) -> None:
+        """A step is acknowledged: it, and the steps before it that were left out, are no longer planned."""
+        removed = {number: step for number, step in self.planned.items() if number <= train_step}
+        for number, step in removed.items():
+            del self.planned[number]
+            if number == train_step:
+                for name, groups in step.sizes.items():
+                    self.consumed[name] = self.consumed.get(name, 0) + groups
+        self._last = (train_step, self.next_consumer_step, removed)
+        self.next_consumer_step = max(self.next_consumer_step, train_step + 1)
+        self.producer_future_step = max(self.producer_future_step, self.next_consumer_step)
+
+    def undo_consume(self, train_step: int) -> None:
+        """The acknowledgement of the step that was consumed last failed."""
+        if self._last is None or self._last[0] != train_step:
+            return
+        _, self.next_consumer_step, removed = self._last
+        self._last = None
+        self.planned = dict(sorted((self.planned | removed).items()))
+        if train_step in removed:
+            for name, groups in removed[train_step].sizes.items():
+                self.consumed[name] -= groups
+
+    def forget_planned(self) -> None:
+        """Reset the targets, so that the producer owes the next step only, as if nothing had been planned.
+
+        For a buffer that was not saved. Next consumer 3, future 5, consumed 2, target 5, planned up to 5 becomes 3, 3,
+        2, 2, 2; the credits are those from before step 3 was planned.
+        """
+        if self.planned:
+            self.credits = self.planned[min(self.planned)].credits_before
+        self.planned.clear()
+        self.producer_future_step = self.next_consumer_step
+
+    # --- checkpoints ----------------------------------------------------------------------------------
+
+    def state(self, model_step: int) -> dict[str, Any]:
+        """As plain data, relative to weights: the steps up to `model_step` count as consumed."""
+        copy = ProduceProgress(self.weights)
+        copy.next_consumer_step, copy.producer_future_step = self.next_consumer_step, self.producer_future_step
+        copy.consumed, copy.planned, copy.credits = dict(self.consumed), dict(self.planned), self.credits
+        for number in sorted(self.planned):
+            if number <= model_step:
+                copy.consume(number)
+        first = model_step + 1
+        state = _State(
+            next_consumer_step=max(copy.next_consumer_step, first),
+            producer_future_step=max(copy.producer_future_step, first),
+            consumed=copy.consumed,
+            planned=copy.planned,
+            credits=copy.credits,
+        )
+        content: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
+        return content
+
+    def load_state(self, content: object) -> set[str]:
+        """Continue from a saved state; returns the names of tasks in it that no longer exist."""
+        try:
+            state = msgspec.convert(content, _State, strict=False)
+            for credits in (state.credits, *[step.credits_before for step in state.planned.values()]):
+                load_credits(credits)
+        except (msgspec.ValidationError, ValueError, ZeroDivisionError) as error:
+            raise DamagedData(f"the progress in a checkpoint cannot be read: {error}") from None
+        if any(number < state.next_consumer_step for number in state.planned):
+            raise DamagedData("the progress in a checkpoint cannot be read: a step is planned that was consumed before")
+        gone = {name for name in (*state.consumed, *state.credits) if name not in self.weights}
+        self.next_consumer_step = state.next_consumer_step
+        self.producer_future_step = max(state.producer_future_step, state.next_consumer_step)
+        self.consumed = {name: state.consumed.get(name, 0) for name in self.weights}
+        self.credits = state.credits
+        self.planned, self._last = dict(state.planned), None
+        planned_tasks = {name for step in state.planned.values() for name, groups in step.sizes.items() if groups}
+        active = {name for name, weight in self.weights.items() if weight > 0}
+        if planned_tasks - active or self.weights.keys() - set(state.credits or state.consumed):
+            self.forget_planned()  # other tasks: another mix
+        self.credits = {name: credit for name, credit in self.credits.items() if name in self.weights}
+        return gone
+
+
+class SavedFigures(msgspec.Struct):
+    """Counters of a task: until the checkpoint, until the last batch before it, and the last verdicts of filters."""
+
+    now: dict[str, float] = {}
+    seen: dict[str, float] = {}
+    verdicts: list[bool] = []
+
+
+class Saved(msgspec.Struct):
+    """The state of a manager in a checkpoint."""
+
+    progress: Any = None
+    agent_loops: dict[str, Any] = {}
+    figures: dict[str, SavedFigures] = {}
+
+
+def read_saved(manifest: Manifest, path: str | os.PathLike[str], weights: Mapping[str, float]) -> tuple[int, Saved]:
+    """The model step of a checkpoint, and the state of its manager; DamagedData if they cannot be read."""
+    if manifest.model_step is None:
+        raise DamagedData(
+            f"the checkpoint at {path} does not say which weights it goes with; it was saved by a buffer without a "
+            "model_step, and a manager cannot continue from it"
+        )
+    scratch = ProduceProgress(weights)
+    if "manager" not in manifest.extra:  # a buffer alone was saved
+        return manifest.model_step, Saved(scratch.state(manifest.model_step))
+    try:
+        saved = msgspec.convert(manifest.extra["manager"], Saved)
+    except msgspec.ValidationError as error:
+        raise DamagedData(f"the state of the manager in the checkpoint at {path} is damaged: {error}") from None
+    scratch.load_state(saved.progress)
+    return manifest.model_step, saved

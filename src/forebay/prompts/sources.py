@@ -1,0 +1,445 @@
+"""Where prompts are read from: records by number, in a fixed order, from any position.
+
+There are two kinds of source: map-style data sets (here) and iterable loaders (`loader`). `open_source` decides
+which one a data set is. Each source has a fingerprint, so that a position is not applied to another data set. No data
+set is iterated, indexed or opened before the first record is asked for. The order of a map-style data set is a pure
+function of (seed, epoch, index), so its position is one number. A JSONL file is one, found by an index of 8 bytes per
+record. `build_prompt` makes a prompt from a record: a RolloutState, or a mapping with the messages under `message`,
+`messages` or `prompt`; fields that a sample is issued with are taken by name, and the others go to `extra_fields`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+
+from forebay.core.fingerprint import Fingerprint, digest, own_digest, sampled_positions, type_name
+from forebay.core.rollout import (
+    COLUMNS,
+    FIELDS,
+    ISSUED_FIELDS,
+    LEAVES,
+    USER_FIELDS,
+    RolloutState,
+    SampleParams,
+    Status,
+    TokenColumn,
+    reset_response,
+)
+from forebay.core.validate import check_group, checked_integer
+from forebay.errors import InvalidDataset, InvalidGroup, InvalidInput, InvalidRecord
+from forebay.prompts.loader import LoaderSource
+
+
+class Source(Protocol):
+    """The records that a sampler draws from, by number from 0 on, in a fixed order."""
+
+    inline: bool
+    """Whether reading is fast enough for the event loop; otherwise a thread reads."""
+
+    def read(self, cursor: int) -> tuple[int, Any]:
+        """The index of the cursor-th record, for error messages, and the record."""
+
+    def state(self) -> bytes | None:
+        """The state to continue from after the last record read; None if the cursor is enough."""
+
+    def restore(self, cursor: int, state: bytes | None) -> None:
+        """Continue at the cursor, where `state` was the state; does nothing if the source is already there."""
+
+    def fingerprint(self, *, again: bool = False) -> Fingerprint:
+        """The fingerprint of the data set, as far as it is known; the first call may read records.
+
+        `again`: read them a second time, and leave out those that differ each time.
+        """
+
+    def __len__(self) -> int: ...
+
+
+def open_source(dataset: Any, *, seed: int, shuffle: bool) -> Source:
+    """The source for a data set of any supported type; InvalidDataset lists the supported types."""
+    checked_integer("seed", seed)
+    if isinstance(dataset, (str, Path)):
+        dataset = JSONLDataset(dataset)
+    if isinstance(dataset, Mapping):
+        raise InvalidDataset("the data set is a mapping; expected a sequence of records (pass one of its splits)")
+    # Every data set of torch has a __getitem__; that of an IterableDataset only raises.
+    iterable = any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not iterable:
+        return MapSource(dataset, seed, shuffle)
+    if hasattr(dataset, "__next__"):
+        raise InvalidDataset(
+            f"the data set {type_name(dataset)} is an iterator, which can be read only once; expected a list, a data "
+            "set with __len__ and __getitem__, a loader that can be iterated again, or the path of a JSONL file"
+        )
+    if hasattr(dataset, "__iter__"):
+        return LoaderSource(dataset)
+    raise InvalidDataset(
+        f"{type_name(dataset)} is not a data set; expected a list, a data set with __len__ and __getitem__, a loader, "
+        "or the path of a JSONL file"
+    )
+
+
+_MAX_LINE_BYTES = 64 << 20
+
+
+class JSONLDataset:
+    """A file with one JSON object per line, as a map-style data set. Blank lines are not records."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._offsets: array[int] | None = None
+        self._identity: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self._index())
+
+    def __getitem__(self, index: int) -> Any:
+        offsets = self._index()
+        if not 0 <= index < len(offsets):
+            raise IndexError(index)
+        try:
+            with self.path.open("rb") as file:
+                file.seek(offsets[index])
+                line = file.readline(_MAX_LINE_BYTES + 1)
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if len(line) > _MAX_LINE_BYTES:
+            raise InvalidRecord(
+                index, f"({self.path}) is longer than {_MAX_LINE_BYTES >> 20} MiB; expected one JSON object per line"
+            )
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRecord(index, f"({self.path}) is not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise InvalidRecord(index, f"({self.path}) is a {type(record).__name__}; expected a JSON object")
+        return record
+
+    def _index(self) -> array[int]:
+        """The position in the file of every record; InvalidDataset if the file has changed."""
+        try:
+            stat = self.path.stat()
+            identity = (stat.st_size, stat.st_mtime_ns)
+            if self._offsets is None:
+                self._offsets, self._identity = self._find_records(), identity
+        except OSError as error:
+            raise self._unreadable(error) from error
+        if identity != self._identity:
+            raise InvalidDataset(
+                f"{self.path} has changed since it was opened; positions in it no longer mean the same records"
+            )
+        return self._offsets
+
+    def _find_records(self) -> array[int]:
+        offsets = array("q")
+        start, within = 0, False
+        with self.path.open("rb") as file:
+            # In pieces, so that a file of one endless line is not read into memory.
+            while piece := file.readline(_MAX_LINE_BYTES + 1):
+                if not within and (len(piece) > _MAX_LINE_BYTES or not piece.isspace()):
+                    offsets.append(start)
+                start += len(piece)
+                within = not piece.endswith(b"\n")
+        return offsets
+
+    def _unreadable(self, error: OSError) -> InvalidDataset:
+        return InvalidDataset(f"the data set {self.path} cannot be read: {error.strerror}")
+
+
+_ROUNDS = 8
+_MASK = 2**64 - 1
+
+
+def shuffled_index(seed: int, epoch: int, index: int, size: int) -> int:
+    """The position in a data set of the index-th record of an epoch: a permutation of range(size), for one index.
+
+    A Feistel network over the next power of four, applied until the result is below `size`. It depends on no library's
+    random generator, so the order never changes. Takes microseconds and no memory.
+
+    >>> sorted(shuffled_index(7, 0, i, 5) for i in range(5))
+    [0, 1, 2, 3, 4]
+    >>> [shuffled_index(7, epoch, 0, 1000) for epoch in range(4)]
+    [271, 726, 538, 542]
+    """
+    keys = _round_keys(seed, epoch)
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for key in keys:
+            mixed = (right ^ key) * 0x9E3779B97F4A7C15 & _MASK
+            mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & _MASK
+            left, right = right, left ^ (mixed >> 32) & mask
+        index = left << half | right
+        if index < size:
+            return index
+
+
+@functools.lru_cache(maxsize=16)
+def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    digest = hashlib.shake_128(f"forebay {seed} {epoch}".encode()).digest(8 * _ROUNDS)
+    return tuple(int.from_bytes(digest[i : i + 8], "little") for i in range(0, len(digest), 8))
+
+
+class MapSource:
+    """A map-style data set in shuffled order, or in its own order, epoch after epoch."""
+
+    def __init__(self, dataset: Any, seed: int, shuffle: bool) -> None:
+        self._dataset = dataset
+        self._seed = seed
+        self._shuffle = shuffle
+        self._size: int | None = None
+        self._fingerprint: Fingerprint | None = None
+        self.inline = isinstance(dataset, (list, tuple))
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def index(self, cursor: int) -> int:
+        """The position in the data set of the cursor-th record."""
+        size = len(self._dataset)
+        epoch, index = divmod(cursor, size)
+        return shuffled_index(self._seed, epoch, index, size) if self._shuffle else index
+
+    def read(self, cursor: int) -> tuple[int, Any]:
+        self._checked_size()
+        index = self.index(cursor)
+        return index, self._record(index)
+
+    def _checked_size(self) -> int:
+        size = len(self._dataset)
+        if size <= 0:
+            raise InvalidDataset(f"the data set {type_name(self._dataset)} is empty; expected at least one record")
+        if self._size is None:
+            self._size = size
+        if size != self._size:
+            raise InvalidDataset(
+                f"the data set {type_name(self._dataset)} has {size} records, but had {self._size} at the first draw; "
+                "positions in it no longer mean the same records"
+            )
+        return size
+
+    def _record(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except InvalidDataset:
+            raise
+        except Exception as error:
+            raise InvalidRecord(index, f"cannot be read: {type(error).__name__}: {error}") from error
+
+    def fingerprint(self, *, again: bool = False) -> Fingerprint:
+        before = self._fingerprint
+        if before is None or again:
+            size, own = self._checked_size(), own_digest(self._dataset)
+            records: list[str | None] = []
+            unverified: list[str] = []
+            for at, index in enumerate(sampled_positions(size) if own is None else ()):
+                hashed, skipped = self._digest(index)
+                if before is not None and hashed != before.records[at]:
+                    hashed, skipped = None, "it differs each time it is read"
+                records.append(hashed)
+                if skipped is not None:
+                    unverified.append(f"record {index}: {skipped}")
+            self._fingerprint = Fingerprint(
+                kind="map-style",
+                length=size,
+                seed=self._seed,
+                shuffle=self._shuffle,
+                own=own,
+                records=tuple(records),
+                unverified=tuple(unverified),
+            )
+        assert self._fingerprint is not None
+        return self._fingerprint
+
+    def _digest(self, index: int) -> tuple[str | None, str | None]:
+        try:
+            return digest(self._record(index))
+        except InvalidRecord as error:
+            return None, f"reading it raised {type(error.__cause__ or error).__name__}"
+
+    def state(self) -> bytes | None:
+        return None
+
+    def restore(self, cursor: int, state: bytes | None) -> None:
+        """Nothing to do: the cursor is the whole state."""
+
+
+ToRolloutState: TypeAlias = Callable[[Any], "RolloutState | Mapping[str, Any]"]
+Tokenize: TypeAlias = Callable[[RolloutState], TokenColumn]
+
+_MESSAGE_NAMES = ("message", "messages", "prompt")
+_CONVERTED = ("message", "prompt_ids", "sample_params", "extra_fields")  # fields that records give in several forms
+_PLAIN_FIELDS = tuple(name for name in ISSUED_FIELDS if name not in _CONVERTED)
+
+
+def build_prompt(
+    record: Any, index: int, to_rollout_state: ToRolloutState | None, tokenize: Tokenize | None
+) -> RolloutState:
+    """The prompt of a record, with a response if the record has one; InvalidRecord says what is wrong with it."""
+    try:
+        if to_rollout_state is not None:
+            record = to_rollout_state(record)
+        state = record.__copy__() if isinstance(record, RolloutState) else _from_mapping(record)
+        _check_message(state.message)
+        if tokenize is not None and state.prompt_ids is None:
+            state.prompt_ids = tokenize(state)
+            if state.prompt_ids is None:
+                raise InvalidInput("tokenize returned None; expected the token ids of the prompt")
+        state.prompt_ids = _checked_ids(state.prompt_ids)
+        _check_fields(state)
+        independent(state)  # the buffer must not keep objects of the data set
+        if state.tokens is None and state.prompt_ids is not None:
+            state.tokens = state.prompt_ids
+        state.task_name = state.group_id = state.rollout_id = state.attempt = state.issued = None
+        state.status, state.num_tries, state.segment, state.unjudged = Status.INIT, 0, 0, False
+        check_group([state], "")
+    except InvalidRecord:
+        raise
+    except (InvalidGroup, InvalidInput) as error:
+        raise InvalidRecord(index, f"makes no prompt: {error}") from error
+    except Exception as error:
+        raise InvalidRecord(index, f"cannot be mapped: {type(error).__name__}: {error}") from error
+    return state
+
+
+def without_response(prompt: RolloutState) -> RolloutState:
+    """The prompt alone, of a record that has a response."""
+    bare = reset_response(prompt)
+    bare.tokens = bare.prompt_ids
+    return bare
+
+
+_BAD = "bad record: "
+
+
+def bad_prompt(error: InvalidRecord) -> RolloutState:
+    """The placeholder for a record that makes no prompt."""
+    return RolloutState(message=[], status=Status.FAILED, error_msg=f"{_BAD}{error}")
+
+
+def is_bad(group: Sequence[RolloutState]) -> bool:
+    """Whether a group is a placeholder (`bad_prompt`), with any status: a crash makes it ABORTED."""
+    return not group[0].message and (group[0].error_msg or "").startswith(_BAD)
+
+
+def nothing_but_bad(records: int, last: Sequence[RolloutState]) -> InvalidDataset:
+    """The error after too many records in a row that make no prompt."""
+    return InvalidDataset(f"{records} records in a row make no prompt; the last one: {last[0].error_msg}")
+
+
+def _from_mapping(record: Any) -> RolloutState:
+    if not isinstance(record, Mapping):
+        raise InvalidInput(
+            f"it is a {type(record).__name__}; expected a dict or a RolloutState (give to_rollout_state= to map it)"
+        )
+    values = dict(record)
+    named = [name for name in _MESSAGE_NAMES if values.get(name) is not None]
+    if not named:
+        raise InvalidInput(
+            f"it has no message; expected one of {', '.join(_MESSAGE_NAMES)} among its keys "
+            f"({', '.join(map(str, list(values)[:8]))}), or to_rollout_state= to map it"
+        )
+    message = values.pop(named[0])
+    if isinstance(message, str):
+        message = [{"role": "user", "content": message}]
+    extra = values.pop("extra_fields", None) or {}
+    params = values.pop("sample_params", None)
+    if params is not None and not isinstance(params, SampleParams):
+        unknown = set(params) - set(SampleParams.__struct_fields__) if isinstance(params, Mapping) else set()
+        if unknown:
+            raise InvalidInput(
+                f"its sample_params have {', '.join(sorted(map(str, unknown)))}; expected some of "
+                f"{', '.join(SampleParams.__struct_fields__)}"
+            )
+        try:
+            params = msgspec.convert(params, SampleParams)
+        except msgspec.ValidationError as error:
+            raise InvalidInput(f"its sample_params cannot be read: {error}") from None
+    fields = {name: values.pop(name) for name in (*_PLAIN_FIELDS, "prompt_ids") if name in values}
+    return RolloutState(message=message, sample_params=params, extra_fields={**values, **extra}, **fields)
+
+
+def _check_message(message: Any) -> None:
+    if not isinstance(message, list) or not message:
+        raise InvalidInput(f"its message is {message!r:.60}; expected a non-empty list of messages")
+    for turn in message:
+        if not isinstance(turn, dict):
+            raise InvalidInput(f"its message has a {type(turn).__name__} among its turns; expected only dicts")
+        if not isinstance(turn.get("role", ""), str):
+            raise InvalidInput(
+                f"a turn of its message has the role {turn['role']!r:.60}; expected a string (a loader must not "
+                "collate records: batch_size=None, or batch_size=1 with collate_fn=lambda records: records)"
+            )
+
+
+def _check_fields(state: RolloutState) -> None:
+    for name in _PLAIN_FIELDS:
+        value, field = getattr(state, name), FIELDS[name]
+        if field.types and not isinstance(value, field.types):
+            raise InvalidInput(f"its {name} is a {type(value).__name__}; expected {field.expected}")
+    for tool in state.tools or ():
+        if not isinstance(tool, dict):
+            raise InvalidInput(f"its tools have a {type(tool).__name__} among them; expected only dicts")
+
+
+def _checked_ids(ids: Any) -> TokenColumn | None:
+    if ids is None:
+        return None
+    if not isinstance(ids, (list, np.ndarray)):
+        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
+    if not len(ids):
+        raise InvalidInput("its prompt_ids are empty; expected at least one token")
+    if isinstance(ids, list):
+        others = {kind.__name__ for kind in set(map(type, ids)) - {int}}
+    else:
+        others = set() if ids.dtype.kind in "iu" else {str(ids.dtype)}
+    if others:
+        raise InvalidInput(f"its prompt_ids hold {', '.join(sorted(others))}; expected integers")
+    return ids  # type: ignore[no-any-return]
+
+
+def independent(state: RolloutState) -> RolloutState:
+    """The same sample, with its lists and dicts copied, so that an agent loop may change them in place.
+
+    Arrays stay shared with the buffer, and are read-only.
+    """
+    for name in COLUMNS:
+        column = getattr(state, name)
+        if column is not None:
+            setattr(state, name, column.copy() if type(column) is list else _copy(column))
+    for name in USER_FIELDS:
+        value = getattr(state, name)
+        if value is not None:
+            setattr(state, name, _copy(value))
+    return state
+
+
+def start_again(state: RolloutState) -> None:
+    """Return a sample to its prompt as issued, in place, so that every owner of the object sees it."""
+    fresh = independent(reset_response(state))
+    fresh.issued = state.issued
+    for name in state.__struct_fields__:
+        setattr(state, name, getattr(fresh, name))
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: item if type(item) in LEAVES else _copy(item) for key, item in value.items()}
+    kind = type(value)
+    if kind is list or kind is tuple:
+        if LEAVES.issuperset(map(type, value)):
+            return value.copy() if kind is list else value
+        return kind([_copy(item) for item in value])
+    if isinstance(value, np.ndarray) and value.flags.writeable:
+        value = value.view()
+        value.setflags(write=False)
+    return value

@@ -1,0 +1,1 @@
+"""The client of a hosted storage: calls to one host, a storage made of them, several hosts as one storage."""

@@ -1,0 +1,1 @@
+"""Agent loops as a pool of Ray actors: `loop` has `RayAgentLoop`, `pool` its actors, `actor` the code that they run."""

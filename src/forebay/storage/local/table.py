@@ -1,0 +1,118 @@
+"""Where an engine keeps rows: the table of all of them, and the archive of trained ones.
+
+A table finds, keeps and counts rows; it checks nothing and decides nothing (the engine does). MemoryStorage brings one
+with indexes, PandasStorage a plain one.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+
+from forebay.core.capacity import Usage
+from forebay.core.ledger import Place, Record, Row
+from forebay.core.query import Pins
+from forebay.core.rollout import Status
+from forebay.core.staleness import Floors
+
+
+class Table(ABC):
+    """Rows, found in every way that the rules ask for."""
+
+    @abstractmethod
+    def add(self, row: Row) -> None:
+        """A row with a new uid, larger than all before; or one that had left, put back."""
+
+    @abstractmethod
+    def replace(self, old: Record, row: Row) -> None:
+        """A new version of the row that `old` describes."""
+
+    @abstractmethod
+    def remove(self, records: Sequence[Record]) -> None:
+        """Rows of one task, place and status."""
+
+    @abstractmethod
+    def get(self, uid: int) -> Row | None: ...
+
+    @abstractmethod
+    def find(self, task_name: str, group_id: int) -> Row | None: ...
+
+    @abstractmethod
+    def held(self, owner: str) -> list[Row]:
+        """The rows of an owner, in flight or leased, in order of uid."""
+
+    @abstractmethod
+    def owners(self) -> Collection[str]:
+        """The owners that have rows."""
+
+    @abstractmethod
+    def first(self, task_name: str, status: Status, n: int, floors: Floors, *, by_group: bool) -> list[Row]:
+        """The first n buffered rows that are fresh, in the table's order or in order of group_id."""
+
+    @abstractmethod
+    def stale(self, task_name: str, status: Status, floors: Floors, limit: int) -> list[Row]:
+        """Up to `limit` buffered rows that are not fresh."""
+
+    @abstractmethod
+    def count(self, task_name: str, status: Status) -> int:
+        """Buffered rows."""
+
+    @abstractmethod
+    def count_fresh(self, task_name: str, status: Status, floors: Floors) -> int:
+        """Buffered rows that are fresh."""
+
+    @abstractmethod
+    def places(self, task_name: str, *, tokens: bool) -> dict[Place, int]:
+        """Groups, or their tokens, by place."""
+
+    @abstractmethod
+    def usage(self) -> Usage: ...
+
+    @abstractmethod
+    def candidates(self, pins: Pins) -> Iterable[int]:
+        """Uids of all rows that can match, in ascending order, as of now."""
+
+    @abstractmethod
+    def rows(self) -> list[Row]:
+        """All rows in order of uid."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Buffered rows of all tasks."""
+
+    def check(self) -> None:
+        """Assert that every index and count is what the rows say."""
+        assert len(self) == sum(row.record.place is Place.BUFFERED for row in self.rows())
+
+
+class Archive:
+    """The uids of archived rows, oldest first, and the step of the last saved weights.
+
+    `durable`: groups stay until weights that were trained on them are saved.
+    """
+
+    def __init__(self, *, durable: bool) -> None:
+        self.uids: deque[int] = deque()
+        self.saved_step: int | None = None
+        self._durable = durable
+
+    def needs(self, record: Record) -> bool:
+        """Whether the weights that were trained on a group can still be lost, and the group be needed again."""
+        step, saved = record.train_step, self.saved_step
+        return self._durable and saved is not None and step is not None and step > saved
+
+    def trim(self, table: Table, keep: int) -> None:
+        """Remove the oldest rows beyond `keep`, as far as they are not needed."""
+        while len(self.uids) > keep:
+            oldest = table.get(self.uids[0])
+            if oldest is not None and self.needs(oldest.record):
+                return
+            self.uids.popleft()
+            if oldest is not None:
+                table.remove((oldest.record,))
+
+    def trained_after(self, table: Table, model_step: int) -> list[Row]:
+        """The rows that were trained for a later step than that of these weights."""
+        rows = [row for uid in self.uids if (row := table.get(uid)) is not None]
+        return [row for row in rows if row.record.train_step is not None and row.record.train_step > model_step]
