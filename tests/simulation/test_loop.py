@@ -584,7 +584,7 @@ def test_a_fault_for_an_event_that_has_been_is_refused() -> None:
     async def main() -> None:
         loop_now().at_event(1, print)
 
-    with pytest.raises(InvalidInput, match="event 1 has been"):
+    with pytest.raises(InvalidInput, match="event 1 has already run"):
         simulate.run(main)
 
 
