@@ -186,7 +186,7 @@ async def test_g03_a_reward_that_hangs_takes_one_thread_and_delays_no_other_grou
                 await manager.continue_produce(step)
             pool = manager.tasks["math"].strategy.judge.pool
             async with asyncio.timeout(HANG_S):  # rewards of other groups may run at this moment
-                while pool.running > 1:
+                while pool.running > 1:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
             assert (await manager.ledger())["math"]["failed"] == 0
         await producer
