@@ -19,6 +19,7 @@ from forebay import (
     BufferClosed,
     DamagedData,
     InvalidConfig,
+    InvalidInput,
     ReplayBuffer,
     ReplayBufferConfig,
     RolloutState,
@@ -31,6 +32,7 @@ from forebay import (
     UnsupportedPayload,
 )
 from forebay.buffer.internal import internals
+from forebay.core.ledger import Row
 from forebay.storage.sqlite import SQLiteStorage, lock
 from forebay.testing import make_group
 from tests.processes import HANG_S, finished
@@ -303,6 +305,29 @@ async def test_many_putters_at_once_share_commits(buffer: ReplayBuffer) -> None:
     await asyncio.gather(*(buffer.put(make_group(group_id=number), "math") for number in range(64)))
     assert len(commits) < 32, f"{len(commits)} commits for 64 puts"
     assert await buffer.count("math", Status.COMPLETED) == 65
+
+
+async def test_groups_that_come_during_a_restore_are_refused_and_not_lost(path: Path) -> None:
+    source = ReplayBuffer()
+    await source.put_many([make_group(), make_group()], "math")
+    snapshot = await source.storage.snapshot()
+    storage = SQLiteStorage(path)
+    buffer = ReplayBuffer(storage=storage)
+    assert await buffer.ledger() == {}
+
+    async def rows() -> AsyncIterator[Row]:
+        async for row in snapshot.rows:
+            for task_name in ("math", "code"):
+                with pytest.raises(InvalidInput, match="is being restored"):
+                    await buffer.put(make_group(), task_name)
+            yield row
+
+    await storage.restore(snapshot.accounts, snapshot.next_uid, snapshot.next_timestamp_id, rows())
+    await buffer.put(make_group(), "math")
+    again = await reopened(buffer, path)
+    assert await closed_ledger(again) == {"issued": 3, "buffered": 3}
+    await again.close()
+    await source.close()
 
 
 async def test_a_restore_that_was_interrupted_leaves_an_empty_store(tmp_path: Path, path: Path) -> None:

@@ -30,7 +30,7 @@ from forebay.codec.records import decode_account, decode_end, encode_account
 from forebay.core.aio import in_thread, see_through
 from forebay.core.capacity import Settings
 from forebay.core.ledger import Account, Place, Record, Row, identify
-from forebay.errors import BufferClosed, DamagedData, InvalidConfig, StorageError
+from forebay.errors import BufferClosed, DamagedData, InvalidConfig, InvalidInput, StorageError
 from forebay.storage.base import Arrival, Claim, Claimed, Content, Revision, Rows, Snapshot
 from forebay.storage.idempotency import (
     CALL,
@@ -102,6 +102,7 @@ class SQLiteStorage(LocalStorage, CallMemory):
         self._written_accounts: dict[str, bytes] = {}
         self._written_meta: dict[str, int | None] = {}
         self._recovering = False
+        self._restoring = False
         self._opening = asyncio.Lock()
 
     @property
@@ -302,6 +303,7 @@ class SQLiteStorage(LocalStorage, CallMemory):
         self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
     ) -> list[Record]:
         framed = await self._framed(contents)
+        self._check_not_restoring()
         records = await super().issue(task_name, framed, owner=owner, cursor=cursor, source_state=source_state)
         for content, record in zip(contents, records, strict=False):
             identify(content.group, task_name, record.group_id)
@@ -310,6 +312,7 @@ class SQLiteStorage(LocalStorage, CallMemory):
     async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
         contents = await self._framed([arrival.content for arrival in arrivals])
         framed = [replace(arrival, content=content) for arrival, content in zip(arrivals, contents, strict=True)]
+        self._check_not_restoring()
         return await super().put(framed, owner=owner)
 
     async def revise(self, revisions: Sequence[Revision]) -> list[bool]:
@@ -443,17 +446,25 @@ class SQLiteStorage(LocalStorage, CallMemory):
         self, accounts: Mapping[str, Account], next_uid: int, next_timestamp_id: int, rows: AsyncIterable[Row]
     ) -> None:
         self._check_empty()
-        await self._do(Transaction.begin_restore)
+        self._check_not_restoring()
+        self._restoring = True
         table = JournalTable(self._engine.settings.order)
         try:
+            await self._do(Transaction.begin_restore)
             await self._fill(table, accounts, next_uid, next_timestamp_id, self._stored(rows))
         except BaseException:
             self._written_meta, self._written_accounts = {}, {}
             await self._do(Transaction.empty)
             await self._finish()  # limits that were set before
             raise
+        finally:
+            self._restoring = False
         table.journal = self._engine.journal
         await self._commit(*_remembering(Returned("restore", None)), Transaction.end_restore)
+
+    def _check_not_restoring(self) -> None:
+        if self._restoring:  # a restore that fails empties the store
+            raise InvalidInput(f"{self.path} is being restored; put and draw when that has ended")
 
     async def _stored(self, rows: AsyncIterable[Row]) -> AsyncIterator[Row]:
         """Rows as they come; after they were checked they are written."""
