@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from forebay.core.ledger import Event
 from forebay.storage.base import OPERATIONS, Operation, Storage
 from forebay.storage.local.engine import Engine
 from forebay.storage.local.memory import MemoryStorage
@@ -43,6 +42,6 @@ class Incomplete(MemoryStorage):
     _perform = Storage._perform
 
 
-async def test_an_operation_that_a_storage_does_not_have_is_named_in_the_error() -> None:
-    with pytest.raises(NotImplementedError, match="Incomplete has no operation 'settle'"):
-        await Incomplete().settle("lease", [], Event.ACKED)
+def test_a_storage_that_lacks_an_operation_cannot_be_built() -> None:
+    with pytest.raises(TypeError, match=r"Incomplete lacks operations: open, .*settle"):
+        Incomplete()

@@ -39,7 +39,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping, Sequence
 from functools import wraps
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -296,9 +296,15 @@ class Storage(ABC):
         """
         return None
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        missing = [name for name in OPERATIONS if getattr(cls, name) is vars(Storage)[name]]
+        if missing and cls._perform is Storage._perform:
+            raise TypeError(f"{cls.__name__} lacks operations: {', '.join(missing)}; define them, or _perform")
+        return super().__new__(cls)
+
     async def _perform(self, operation: Operation, /, *args: Any, **kwargs: Any) -> Any:
         """Run an operation that this class does not define."""
-        raise NotImplementedError(f"{type(self).__name__} has no operation {operation.name!r}")
+        raise NotImplementedError(operation.name)
 
     # --- opening and closing ------------------------------------------------------------------------
 
