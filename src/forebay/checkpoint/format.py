@@ -323,8 +323,10 @@ def check_contents(checkpoint: Checkpoint, progress: Progress | None = None) -> 
     with as_values():
         for row in saved_rows(checkpoint):
             record = row.record
-            if not last_uid < record.uid < manifest.next_uid or record.timestamp_id >= manifest.next_timestamp_id:
+            if not last_uid < record.uid < manifest.next_uid:
                 raise DamagedData(f"{_name(record)} is out of order after uid {last_uid}, below {manifest.next_uid}")
+            if record.timestamp_id >= manifest.next_timestamp_id:
+                raise DamagedData(f"{_name(record)} has timestamp_id {record.timestamp_id}, at or above the next one")
             if (record.task_name, record.group_id) in seen:
                 raise DamagedData(f"{_name(record)} appears twice in the checkpoint")
             if record.task_name not in accounts:
