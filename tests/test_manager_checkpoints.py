@@ -122,15 +122,20 @@ def test_a_checkpoint_in_the_middle_of_everything_is_exact(
     half_way(fresh, model_step, prompts_only=prompts_only)()
 
 
-@simulated
-async def test_a_run_continues_with_the_same_mix() -> None:
-    whole, parts = colocated({"a": 3, "b": 2, "c": 1}), colocated({"a": 3, "b": 2, "c": 1})
-    sizes = [(await whole.manager.produce_batch(4, step, model_step=step - 1)).task_batch_sizes for step in range(1, 9)]
-    for step in range(1, 9):
-        state = parts.manager.progress.state(step - 1)
-        parts = colocated({"a": 3, "b": 2, "c": 1})
-        parts.manager.progress.load_state(json.loads(json.dumps(state)))
-        assert (await parts.manager.produce_batch(4, step, model_step=step - 1)).task_batch_sizes == sizes[step - 1]
+def test_a_run_continues_with_the_same_mix(fresh: Callable[[], Path]) -> None:
+    @simulated
+    async def test() -> None:
+        weights = {"a": 3, "b": 2, "c": 1}
+        whole, parts, directory = colocated(weights), colocated(weights), fresh()
+        for step in range(1, 9):
+            expected = (await whole.manager.produce_batch(4, step, model_step=step - 1)).task_batch_sizes
+            if step > 1:
+                await parts.manager.save(directory, step - 1)
+                parts = colocated(weights)
+                await parts.manager.resume(directory)
+            assert (await parts.manager.produce_batch(4, step, model_step=step - 1)).task_batch_sizes == expected
+
+    test()
 
 
 def test_a_colocated_run_continues_where_it_was(fresh: Callable[[], Path]) -> None:
@@ -671,7 +676,7 @@ def test_a_resume_does_not_skip_a_step_acknowledged_between_the_call_and_the_sna
 
 async def untouched(plane: Plane[Any]) -> None:
     """A plane that a failed resume left as it was: the next one works."""
-    assert await plane.buffer.ledger() == {}
+    assert not any(line["issued"] for line in (await plane.buffer.ledger()).values())
     assert plane.manager.progress.next_consumer_step == 1
     assert not plane.manager.progress.begun
 

@@ -302,11 +302,9 @@ class Slow(MemoryStorage):
         if step in self.steps and late is self.late:
             await asyncio.sleep(self.seconds)
 
-    async def issue(
-        self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
-    ) -> list[Record]:
+    async def issue(self, task_name: str, contents: Sequence[Content], **options: Any) -> list[Record]:
         await self._delay("issue", False)
-        records = await super().issue(task_name, contents, owner=owner, cursor=cursor, source_state=source_state)
+        records = await super().issue(task_name, contents, **options)
         await self._delay("issue", True)
         return records
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay import Budgets, InvalidInput, Status, Timeouts
-from forebay.produce.plan import Plan, make_plan, over_issue, to_start, waiting_again
+from forebay.produce.plan import Plan, make_plan, over_issue, to_run, waiting_again
 
 ALL = (Status.INIT, Status.EXPIRED, Status.ABORTED)
 
@@ -70,15 +70,12 @@ def test_without_partial_rollout_aborted_groups_wait_for_a_tail_batch() -> None:
 
 
 def test_enough_groups_are_started_for_the_target_and_the_budget() -> None:
-    assert to_start(target=10, available=9, budget=4, in_flight=0) == 5
-    assert to_start(target=10, available=9, budget=4, in_flight=3) == 2
-    assert to_start(target=10, available=9, budget=4, in_flight=5) == 0
-    assert to_start(target=4, available=3, budget=0, in_flight=0) == 1
+    assert to_run(target=10, available=9, budget=4) == 5
+    assert to_run(target=4, available=3, budget=0) == 1
 
 
 def test_at_least_one_group_is_in_flight() -> None:
-    assert to_start(target=10, available=12, budget=0, in_flight=0) == 1
-    assert to_start(target=10, available=12, budget=0, in_flight=1) == 0
+    assert to_run(target=10, available=12, budget=0) == 1
 
 
 def test_the_defaults_are_those_of_the_specification() -> None:

@@ -40,6 +40,7 @@
     ├── NoRoom                         the capacity is used up now; the buffer waits until some is free
     ├── LostLease                      the caller no longer holds the groups that it gives back
     ├── CursorMoved                    another producer drew from this task in between
+    ├── EpochMoved                     a pause or a resume began that the producer has not followed yet
     ├── BufferClosed                   the buffer was closed
     └── WrongEventLoop                 used from another event loop than the one it belongs to
 
@@ -60,6 +61,7 @@ __all__ = [
     "EngineError",
     "EngineRestarted",
     "EngineUnavailable",
+    "EpochMoved",
     "ForebayError",
     "InvalidConfig",
     "InvalidDataset",
@@ -300,6 +302,18 @@ class CursorMoved(ForebayError):
         )
         self.task_name = task_name
         self.cursor = cursor
+
+
+class EpochMoved(ForebayError):
+    """A pause or a resume began since the producer last looked; `epoch` is that of the task now."""
+
+    def __init__(self, task_name: str, expected: int, epoch: int) -> None:
+        super().__init__(
+            f"groups of task {task_name!r} were to be drawn in epoch {expected}, but it is in epoch {epoch}: a pause "
+            "or a resume began meanwhile; follow it, and draw again"
+        )
+        self.task_name = task_name
+        self.epoch = epoch
 
 
 class BufferClosed(ForebayError):

@@ -50,6 +50,7 @@ def admit(
     limits: Limits,
     tags: Tags | None,
     priority: float | None,
+    failed: bool,
 ) -> Arrival:
     """The arrival of one group, or InvalidGroup that says what is wrong with it."""
     group_id, attempt = check_group(items, task_name)
@@ -87,6 +88,7 @@ def admit(
         attempt=attempt,
         stale=stale,
         reason="stale" if stale else next((state.error_msg for state in reversed(group) if state.error_msg), None),
+        failed=failed,
         reset_tokens=reset_tokens,
     )
 

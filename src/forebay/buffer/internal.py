@@ -29,7 +29,7 @@ from forebay.core.rollout import DRAWABLE, RolloutState, Status
 from forebay.core.staleness import NO_LIMITS, check_step
 from forebay.core.validate import check_group, checked_integer, checked_many, checked_statuses, checked_task
 from forebay.errors import BufferClosed, ForebayError, InvalidInput, LostLease, NoRoom
-from forebay.storage.base import Arrival, Content, Ready, Summary
+from forebay.storage.base import Arrival, Content, Ready, Share, Summary
 
 if TYPE_CHECKING:
     from forebay.buffer.buffer import ReplayBuffer
@@ -61,7 +61,9 @@ class Internals:
         self.until = session.until
         self.nudge = session.nudge
         self.asking = session.asking
+        self.on_summary: list[Callable[[Summary], None]] = []
         self.restores = 0  # positions that were read before the last resume no longer hold
+        self.shared = session.storage.shared
         self._storage = session.storage
 
     # --- drawing --------------------------------------------------------------------------------------
@@ -78,11 +80,13 @@ class Internals:
         *,
         cursor: int,
         source_state: bytes | None = None,
+        share: Share | None = None,
     ) -> Issued:
         """Write newly drawn prompts as in flight, and advance the task's position, in one step.
 
-        Issues those that fit, from the first one on. They get the group ids from `cursor` on;
-        CursorMoved if the task's cursor is another. A group that refers to a lost value ends as failed at once.
+        Issues those that fit, from the first one on, and no more than `share` allows. They get the group ids from
+        `cursor` on; CursorMoved if the task's cursor is another. A group that refers to a lost value ends as failed at
+        once.
         """
         await self.session.ready()
         checked_task(task_name)
@@ -95,7 +99,7 @@ class Internals:
         if needs_values(self._storage):
             contents = await self.valued([resolve_content(content) for content in contents], task_name)
         records = await self._storage.issue(
-            task_name, contents, owner=self.session.owner, cursor=cursor, source_state=source_state
+            task_name, contents, owner=self.session.owner, cursor=cursor, source_state=source_state, share=share
         )
         if len(records) < len(contents):
             prompt = contents[len(records)].facts
@@ -120,18 +124,24 @@ class Internals:
         return Issued(kept, len(records))
 
     async def redraw(
-        self, n: int, task_name: str, statuses: Sequence[Status] = DRAWABLE, *, group_ids: Collection[int] = ()
+        self,
+        n: int,
+        task_name: str,
+        statuses: Sequence[Status] = DRAWABLE,
+        *,
+        group_ids: Collection[int] = (),
+        share: Share | None = None,
     ) -> Groups:
         """Up to n groups to be generated again, an earlier status first, then by group_id.
 
-        `group_ids`: only these groups, if any are given.
+        `group_ids`: only these groups, if any are given. `share`: no more than it allows.
         """
         await self.session.ready()
         chosen = checked_statuses(statuses)
         for status in chosen:
             if status not in DRAWABLE:
                 raise InvalidInput(f"{status} groups cannot be drawn again; expected init, expired or aborted")
-        return await self.claims.draw(n, checked_task(task_name), chosen, tuple(sorted(group_ids)))
+        return await self.claims.draw(n, checked_task(task_name), chosen, tuple(sorted(group_ids)), share)
 
     async def valued(self, resolving: Sequence[Awaitable[T]], task_name: str) -> list[T]:
         """Wait for the values of references, however long they take to be produced."""
@@ -151,10 +161,12 @@ class Internals:
         tags: Tags | None = None,
         priority: float | None = None,
         timeout_s: float | None = None,
+        failed: bool = False,
     ) -> list[Record]:
         """Store several groups of one task, all of them or none; returns their records. See `ReplayBuffer.put`.
 
         `limits`: thresholds in versions and tokens, and whether expired groups are retried, as the call gives them.
+        `failed`: they come from attempts that failed.
         """
         await self.session.ready()
         checked_task(task_name)
@@ -183,6 +195,7 @@ class Internals:
                     limits=in_force,
                     tags=checked_tags,
                     priority=priority,
+                    failed=failed,
                 )
             )
         if not arrivals:
@@ -229,7 +242,19 @@ class Internals:
         await self.session.ready()
         summary = await self._storage.summary(tasks, holdings=holdings)
         self.expiry.learn(summary)
+        for see in self.on_summary:
+            see(summary)
         return summary
+
+    async def write_plan(self, task_name: str, content: bytes, *, revision: int) -> bool:
+        """Replace the plan of a task if nobody else has since; whether it was replaced."""
+        await self.session.ready()
+        return await self._storage.write_plan(task_name, content, revision=revision)
+
+    async def release(self, owner: str) -> None:
+        """Give back the groups of another owner, which can no longer return them."""
+        await self.session.ready()
+        await self._storage.release(owner)
 
     async def advance(self, clocks: Mapping[str, Clock]) -> None:
         """Advance clocks and set limits of tasks."""

@@ -24,14 +24,14 @@ from msgspec.structs import replace
 
 from forebay.buffer.admission import Expiry
 from forebay.buffer.session import Session
-from forebay.core.aio import see_through
+from forebay.core.aio import see_through, uncancelled
 from forebay.core.capacity import check_ever_fits
 from forebay.core.ledger import Event, Place, present, separate_extra_fields
 from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import apply_token_mask, sample_staleness
 from forebay.core.validate import checked_integer, checked_reason, checked_wants
 from forebay.errors import BufferClosed, InvalidInput, LostLease, StorageUnavailable
-from forebay.storage.base import Claim, Purpose, Rows
+from forebay.storage.base import Claim, Purpose, Rows, Share
 
 log = logging.getLogger(__name__)
 
@@ -53,12 +53,12 @@ class Lease:
         uids: dict[tuple[str, int], int],
         settle: Settle,
     ) -> None:
-        """`on_ack(began)` is called with True before it is acknowledged, and with False when that failed.
+        """`on_ack(began)` is awaited with True before it is acknowledged, and with False when that failed.
 
         `patiently(call)` makes a call of the storage; a manager's repeats one that finds the storage away. `owed` is
         the settlement that found it away for too long, for `settle_owed`.
         """
-        self.on_ack: Callable[[bool], None] | None = None
+        self.on_ack: Callable[[bool], Awaitable[None]] | None = None
         self.patiently: Callable[[Callable[[], Awaitable[None]]], Awaitable[None]] = lambda call: call()
         self.id = lease_id
         self.train_step = train_step
@@ -96,15 +96,15 @@ class Lease:
         if self._settled is not None:
             raise LostLease(f"{self!r}: it was already settled, and cannot be {event.name.lower()} now")
         watched = self.on_ack if event is Event.ACKED else None
-        if watched is not None:
-            watched(True)
         try:
+            if watched is not None:
+                await watched(True)
             await self.patiently(lambda: self._settle(self.id, list(self._uids.values()), event, None))
         except BaseException as error:
             if isinstance(error, StorageUnavailable):
                 self.owed = event
             if watched is not None:
-                watched(False)
+                await uncancelled(watched(False))
             raise
         self._settled = event
 
@@ -267,11 +267,22 @@ class Claims:
         return await self.hand_out(await self.claim(claim) or {}, None)
 
     async def draw(
-        self, n: int, task_name: str, statuses: tuple[Status, ...], group_ids: tuple[int, ...] = ()
+        self,
+        n: int,
+        task_name: str,
+        statuses: tuple[Status, ...],
+        group_ids: tuple[int, ...] = (),
+        share: Share | None = None,
     ) -> Groups:
         """At most n groups to be generated again; `group_ids`: only these, if any are given."""
-        wants, owner = checked_wants({task_name: n}), self._session.owner
-        claim = Claim(wants=wants, statuses=statuses, purpose=Purpose.DRAW, owner=owner, group_ids=group_ids)
+        claim = Claim(
+            wants=checked_wants({task_name: n}),
+            statuses=statuses,
+            purpose=Purpose.DRAW,
+            owner=self._session.owner,
+            group_ids=group_ids,
+            share=share,
+        )
         rows = await self.claim(claim) or {}
         return [present(row) for row in rows.get(task_name, ())]
 

@@ -146,11 +146,12 @@ def arrival_event(place: Place | None, status: Status, *, stale: bool) -> Event:
 
 
 class Clock(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """New steps and limits of a task; None leaves one as it is. Steps only move forward."""
+    """New steps, limits and epoch of a task; None leaves one as it is. Steps and epochs only move forward."""
 
     train_step: int | None = None
     model_step: int | None = None
     limits: Limits | None = None
+    epoch: int | None = None
 
 
 OTHER_REASONS = "(other reasons)"
@@ -182,6 +183,11 @@ class Account(msgspec.Struct, kw_only=True):
     model_step: int | None = None  # of the weights that generate now
     limits: Limits = NO_LIMITS
     source_state: bytes | None = None  # of the data set, as of the cursor: `fingerprint.SourceState`
+    epoch: int = 0  # draws of an earlier epoch are refused; a pause and a resume raise it
+    completed: int = 0  # drawn groups that came back complete
+    failures: int = 0  # attempts that failed
+    plan: bytes | None = None  # what the managers of the task agree on: `manager.run.Run`
+    plan_revision: int = 0  # how often it was written
 
     @property
     def floors(self) -> Floors:
@@ -190,11 +196,12 @@ class Account(msgspec.Struct, kw_only=True):
 
     def advance(self, clock: Clock) -> bool:
         """Move the clocks and replace the limits as far as `clock` gives them; whether anything changed."""
-        before = self.train_step, self.model_step, self.limits
+        before = self.train_step, self.model_step, self.limits, self.epoch
         self.train_step = _later(self.train_step, clock.train_step)
         self.model_step = _later(self.model_step, clock.model_step)
         self.limits = self.limits if clock.limits is None else clock.limits
-        return before != (self.train_step, self.model_step, self.limits)
+        self.epoch = max(self.epoch, clock.epoch or 0)
+        return before != (self.train_step, self.model_step, self.limits, self.epoch)
 
     def rewind(self, model_step: int) -> None:
         """Set the clocks back to the weights of `model_step`: the next train step is the one after it."""

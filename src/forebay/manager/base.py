@@ -1,7 +1,8 @@
 """The base of both managers: tasks, planned steps, producing for all tasks, checkpoints of everything, statistics.
 
-A manager owns the two clocks (the train step that comes next, the step of the weights that generate) and the plan
-of steps; groups, counts and positions belong to the buffer. The two managers differ in their loop only.
+The plan of steps and the two clocks (the train step that comes next, the step of the weights that generate) belong to
+the run (`manager.run`), which all managers of the same tasks on one store share; groups, counts and positions belong to
+the buffer. The two managers differ in their loop only.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import msgspec
 
@@ -34,7 +35,8 @@ from forebay.errors import (
     StoreAhead,
 )
 from forebay.manager.results import ProduceBatchResult, ProduceStatus, describe_task
-from forebay.manager.schedule import ProduceProgress, Saved, SavedFigures, read_saved
+from forebay.manager.run import Agreed, Run, TaskTerms, Terms
+from forebay.manager.schedule import Consumed, ProduceProgress, Saved, SavedFigures, read_saved
 from forebay.manager.task import Task, check_tasks
 from forebay.produce.inflight import Steps
 from forebay.produce.plan import backoff_s, too_many_rejections
@@ -54,6 +56,8 @@ log = logging.getLogger(__name__)
 class Manager:
     """Tasks around one buffer. Not made directly."""
 
+    _pauses_on_resume: ClassVar[bool] = False
+
     def __init__(
         self,
         tasks: Sequence[Task] | Task,
@@ -67,13 +71,17 @@ class Manager:
         self.replay_buffer = replay_buffer
         self._internals = internals(replay_buffer)
         self.tasks = check_tasks(tasks, replay_buffer, sync_weights_interval)
-        self.progress = ProduceProgress({name: task.weight for name, task in self.tasks.items()})
+        self.run = Run(self._internals, self._terms())
+        self.run.on_change = self._follow
+        self.progress = self.run.progress  # the plan of steps, as last read
         self.steps = Steps(1, 0)
+        self._joined: set[str] = set()
         self._asked = 0  # the last train step that was asked for
         self._met_store = False
         self._closed = False
         self._leased: set[int] = set()  # steps whose batch was handed out
         self._leases: list[Lease] = []  # leases that were open when the last batch was handed out
+        self._consumed: Consumed | None = None  # by the last acknowledgement
         self._seen: dict[str, Figures] = {}
         self._internals.produces(self, self.tasks)
         outages = {id(task.agent_loop): task.agent_loop.outage for task in self.tasks.values() if task.weight > 0}
@@ -89,6 +97,31 @@ class Manager:
     def next_train_step(self) -> int:
         """The first step that was not acknowledged."""
         return self.progress.next_consumer_step
+
+    # --- the run --------------------------------------------------------------------------------------
+
+    def _terms(self, batch_size: int | None = None) -> Terms:
+        from forebay import __version__  # here: `forebay` may still be importing
+
+        tasks = {
+            name: TaskTerms(task.weight, task.sampler.group_size, task.strategy.limits)
+            for name, task in self.tasks.items()
+        }
+        return Terms(tasks, self.sync_weights_interval, __version__, batch_size)
+
+    async def _join(self, batch_size: int | None, **roles: bool) -> None:
+        """Take part in the run, once for each role."""
+        new = {role for role in roles if role not in self._joined}
+        if new or (batch_size is not None and batch_size != self.run.agreed.terms.batch_size):
+            await self._patiently(lambda: self.run.join(self._terms(batch_size), **roles))
+            self._joined |= new
+
+    def _follow(self) -> None:
+        """The plan has changed, here or in another process. That of a run before is of no concern."""
+        if self.run.member is None:
+            return
+        self.progress, self.steps.model_step = self.run.progress, self.run.agreed.model_step
+        self._set_clock()
 
     # --- producing ------------------------------------------------------------------------------------
 
@@ -129,10 +162,12 @@ class Manager:
 
     async def _produce_task(self, name: str, batch_size: int, target: int | None, spare: int | None) -> bool:
         task = self.tasks[name]
-        demand = Demand(task.agent_loop, task.sampler, batch_size, name, self.steps, target, self._is_stopped, spare)
+        demand = Demand(
+            task.agent_loop, task.sampler, batch_size, name, self.steps, target, self._is_stopped, spare, self.run
+        )
         production = await task.strategy.produce(demand)
         if production.exhausted:
-            self._skip(name, production.rejections)
+            await self._skip(name, production.rejections)
         if production.complete and production.available < production.target:
             raise ProduceError(
                 f"should_continue_fn of task {name!r} stopped at {production.available} of {production.target} groups, "
@@ -140,12 +175,12 @@ class Manager:
             )
         return production.complete
 
-    def _skip(self, name: str, rejections: int) -> None:
+    async def _skip(self, name: str, rejections: int) -> None:
         """Filters reject all groups of a task: plan steps without it, until the next weight update."""
         left = [other for other, weight in self.progress.active_weights.items() if weight > 0 and other != name]
         if not left:
             raise too_many_rejections(name, rejections, self.tasks[name].strategy.last_error(name), skip=True)
-        self.progress.skip_task(name, leased=self._leased)
+        await self.run.change(lambda agreed, progress: progress.skip_task(name, leased=self._leased))
         log.warning("task_skipped task=%s: filters reject all of its groups; tried again with newer weights", name)
         self._internals.nudge()
 
@@ -278,14 +313,17 @@ class Manager:
         for lease in self._leases:
             await self._patiently(lease.settle_owed)
 
-    def _on_ack(self, train_step: int, began: bool) -> None:
-        # Called before the storage has it: owing too little for a moment is harmless, owing a batch twice is not.
+    async def _on_ack(self, train_step: int, began: bool) -> None:
+        # Awaited before the storage has it: owing too little for a moment is harmless, owing a batch twice is not.
         if began:
             self._leased.discard(train_step)
-            self.progress.consume(train_step)
-        else:
-            self.progress.undo_consume(train_step)
-        self._set_clock()
+            self._consumed = await self._patiently(
+                lambda: self.run.change(lambda agreed, progress: progress.consume(train_step))
+            )
+        elif self._consumed is not None and self._consumed.train_step == train_step:
+            consumed, self._consumed = self._consumed, None
+            with suppress(StorageUnavailable, BufferClosed):  # the batch is settled when the storage is back
+                await self.run.change(lambda agreed, progress: progress.undo_consume(consumed))
         self._internals.nudge()
         log.info("step_acknowledged train_step=%d ok=%s", train_step, began)
 
@@ -299,23 +337,11 @@ class Manager:
         return max((summary.task(name).account.train_step or 0 for name in self.tasks), default=0)
 
     async def _refuse_store_ahead(self, train_step: int, model_step: int) -> None:
-        """At the first step of a run: StoreAhead if the store was trained further.
-
-        Other processes on the store may be a step ahead of this one. That is no mistake unless the results of these
-        weights are too old there when they arrive.
-        """
+        """At the first step of a run: StoreAhead if the store was trained further."""
         if self._met_store:
             return
         step = await self._store_step()
-        holdings = (await self._internals.summary((), holdings=True)).holdings if step > train_step else ()
-        others = any(
-            holding.owner != self.replay_buffer.owner for holding in holdings
-        )  # some may have died less than lease_s ago
-        too_old = any(
-            task.weight > 0 and task.strategy.is_too_old(task.agent_loop, model_step, step)
-            for task in self.tasks.values()
-        )
-        if step > train_step and (too_old or not others):
+        if step > train_step:
             raise StoreAhead(
                 f"train step {train_step} with weights of step {model_step} was asked for, but this store has handed "
                 f"out batches up to train step {step}; nothing was changed. Resume from a checkpoint, which sets the "
@@ -373,9 +399,22 @@ class Manager:
             if name in before.accounts:
                 account = decode_account(before.accounts[name])
                 await task.sampler.compare_data(name, account.cursor, account.source_state)
+        if await self.run.others():
+            await self._join(None, trains=True)
+            await self.run.remove_others()  # they work for the weights that are lost
         manifest = await self._internals.resume(path)
+        await self._join(None, trains=True)
         model_step, saved = read_saved(manifest, path, self.progress.weights)
-        gone = self.progress.load_state(saved.progress)
+        gone: set[str] = set()
+
+        def restart(agreed: Agreed, progress: ProduceProgress) -> None:
+            gone.update(progress.load_state(saved.progress))
+            if not manifest.replay_buffer_saved:
+                progress.forget_planned()
+            agreed.model_step, agreed.begun, agreed.paused = model_step, True, self._pauses_on_resume
+
+        self._asked = 0
+        await self.run.begin_epoch(restart)
         for name, task in self.tasks.items():
             load = getattr(task.agent_loop, "load_state_dict", None)
             if name in saved.agent_loops and callable(load):
@@ -386,8 +425,6 @@ class Manager:
                 figures.verdicts.extend(saved.figures[name].verdicts)
                 self._seen[name] = Figures()
                 self._seen[name].load(saved.figures[name].seen)
-        if not manifest.replay_buffer_saved:
-            self.progress.forget_planned()
         gone |= set(manifest.accounts) - self.tasks.keys()
         if gone:
             log.warning(
@@ -395,8 +432,6 @@ class Manager:
                 "discard({'task_name': ...}, reason)",
                 sorted(gone),
             )
-        self.steps.model_step, self._asked = model_step, 0
-        self._set_clock()
         log.info("manager_resumed path=%s model_step=%d next_step=%d", path, model_step, self.steps.train_step)
         return model_step
 
@@ -458,6 +493,8 @@ class Manager:
         self._internals.nudge()
         try:
             await self._close_strategies()
+            if self._joined:
+                await self.run.leave()
         finally:
             with suppress(StorageUnavailable, BufferClosed):  # the next run then gets these batches again
                 for lease in self._leases:

@@ -12,6 +12,8 @@ from forebay.core.validate import checked_integer
 from forebay.errors import InvalidInput, WaitTimeout
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
+from forebay.manager.run import Agreed
+from forebay.manager.schedule import ProduceProgress
 from forebay.storage.base import TaskSummary
 
 
@@ -77,19 +79,15 @@ class AgentLoopManager(Manager):
         try:
             await self._settle_owed()
             await self._patiently(lambda: self._meet_store(train_step, model_step))
-            if model_step > self.model_step:
-                self.progress.skipped.clear()
-            self.progress.change_batch_size(batch_size)
-            self.progress.plan(batch_size, train_step)
-            self.progress.skip_to(train_step)
-            self.steps.model_step, self._asked = model_step, train_step
-            self._set_clock()
+            await self._join(batch_size, trains=True, produces=True)
+            self._asked = train_step
+            await self._patiently(lambda: self._plan(batch_size, train_step, model_step))
             loop = asyncio.get_running_loop()
             began = loop.time()
             # None: another process took or discarded groups meanwhile, paused us, or a task is skipped from now on.
             while (lease := await self._patiently(lambda: self._attempt(batch_size, train_step))) is None:
                 pass
-            sizes = self.progress.plan(batch_size, train_step)
+            sizes = self.progress.sizes(train_step)
             return await self._result(train_step, ProduceStatus.NORMAL, sizes, lease, loop.time() - began)
         except BaseException:
             await self._clean_up()
@@ -98,7 +96,7 @@ class AgentLoopManager(Manager):
             self._producing = False
 
     async def _attempt(self, batch_size: int, train_step: int) -> Lease | None:
-        sizes = self.progress.plan(batch_size, train_step)
+        sizes = await self._plan(batch_size, train_step, self.model_step)
         await self._internals.give_back_owed()  # before the producer waits for space in the buffer
         await self._set_clocks(train_step)
         wants = {name: groups for name, groups in sizes.items() if groups}
@@ -109,6 +107,19 @@ class AgentLoopManager(Manager):
         if not complete:
             return None
         return await self._internals.try_lease(wants, train_step)
+
+    async def _plan(self, batch_size: int, train_step: int, model_step: int) -> dict[str, int]:
+        """The groups of a step by task; it is planned if it was not yet."""
+
+        def edit(agreed: Agreed, progress: ProduceProgress) -> dict[str, int]:
+            if model_step > agreed.model_step:
+                progress.skipped.clear()
+                agreed.model_step = model_step
+            sizes = progress.plan(batch_size, train_step)
+            progress.skip_to(train_step)
+            return sizes
+
+        return await self.run.change(edit)
 
     def _missing(self, name: str, summary: TaskSummary) -> int:
         # Leased groups, also those of this manager for another step, are not available for this one.

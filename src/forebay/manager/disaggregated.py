@@ -12,15 +12,19 @@ import enum
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from typing import Literal
 
 from forebay.buffer.lease import Lease, LeaseAttempt
 from forebay.core.aio import Deadline, uncancelled
 from forebay.core.ledger import Clock, LedgerLine
 from forebay.core.validate import checked_integer
-from forebay.errors import BufferClosed, InvalidInput, ProducerStopped, WaitTimeout
+from forebay.errors import BufferClosed, InvalidInput, ProducerStopped, StorageError, WaitTimeout
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
+from forebay.manager.run import Agreed
+from forebay.manager.schedule import ProduceProgress
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +48,7 @@ class DisaggregatedAgentLoopManager(Manager):
     await manager.continue_produce(model_step=train_step)
     """
 
+    _pauses_on_resume = True
     producer_state = ProducerState.RUNNING
     _loop_running: asyncio.Future[None] | None = None
     _batch_size: int | None = None  # of the producer
@@ -62,7 +67,6 @@ class DisaggregatedAgentLoopManager(Manager):
             raise InvalidInput("produce_loop is already running; one producer per manager")
         self._loop_running = asyncio.get_running_loop().create_future()
         self._failure, self._batch_size = None, batch_size
-        self.progress.change_batch_size(batch_size)
         try:
             # For steps that an earlier run trained nothing may be generated with weights that are too old for them.
             self._asked = max(self._asked, await self._patiently(self._store_step))
@@ -81,14 +85,29 @@ class DisaggregatedAgentLoopManager(Manager):
             ended, self._loop_running = self._loop_running, None
             try:
                 await self._clean_up()
+                await uncancelled(self._stop_producing())
             finally:
                 ended.set_result(None)
                 self._internals.nudge()
 
+    async def _stop_producing(self) -> None:
+        """Tell the other members of the run; without it they learn of it when the lease of this one ends."""
+        self._joined.discard("produces")
+        with suppress(StorageError, BufferClosed):
+            await self.run.leave(failure=self._failure, produces_only=True)
+
     async def _produce_round(self, batch_size: int) -> None:
         """Fill one more step; at the bound, or in a pause, wait until there is something to do."""
-        if self.producer_state is ProducerState.PAUSED:
-            await self._until(lambda: self.producer_state is ProducerState.RUNNING, "continue_produce")
+        await self._join(batch_size, produces=True)
+        if self.run.member is None:  # removed: the run was resumed, or this process was taken for dead
+            self._joined.clear()
+            await self._close_strategies()
+            return
+        if self.producer_state is ProducerState.PAUSED or self.run.agreed.paused:
+            await self._follow_pause()
+            return
+        if self._internals.shared and not self.run.agreed.begun:
+            await self._until(lambda: self.run.agreed.begun, "a trainer to begin the run")
             return
         model_step, future = self.model_step, self.progress.producer_future_step
         next_step = self.progress.next_consumer_step
@@ -97,18 +116,44 @@ class DisaggregatedAgentLoopManager(Manager):
             seen = (model_step, next_step)
             await self._until(lambda: (self.model_step, self.next_train_step) != seen or self._is_stopped(), newer)
             return
-        sizes = self.progress.plan(batch_size, upto)
+        sizes = await self._plan(batch_size, upto)
         if not await self._produce(sizes, lambda name, line: self._target(name, line, upto)):
             return
         if upto == future:
-            self.progress.skip_to(future + 1)
+            await self.run.change(lambda agreed, progress: progress.skip_to(future + 1))
             return
         missing = partial(self._when_missing, model_step, upto)
         await self._internals.until(missing, f"{newer}, or something to replace", list(self.tasks))
 
+    async def _plan(self, batch_size: int, train_step: int, *, skips: bool = False) -> dict[str, int]:
+        """The groups of a step by task; it is planned if it was not yet. `skips`: producers continue from it."""
+
+        def edit(agreed: Agreed, progress: ProduceProgress) -> dict[str, int]:
+            sizes = progress.plan(batch_size, train_step)
+            if skips:
+                progress.skip_to(train_step)
+            return sizes
+
+        return await self.run.change(edit)
+
+    async def _follow_pause(self) -> None:
+        """Stop generating when another process pauses the run, confirm it, and wait until it continues."""
+        epoch, member = self.run.agreed.epoch, self.run.member
+        if self.producer_state is ProducerState.RUNNING and member is not None and member.idle < epoch:
+            await self.run.change(partial(_confirm, self.run.owner, epoch, "followed"))
+            await self._pause_strategies(self._to_pause())
+            await self.run.change(partial(_confirm, self.run.owner, epoch, "idle"))
+
+        def continues() -> bool:
+            agreed = self.run.agreed
+            return self.producer_state is not ProducerState.PAUSED and (not agreed.paused or agreed.epoch != epoch)
+
+        await self._until(continues, "continue_produce")
+
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
         async def attempt() -> bool | None:
-            return self._closed or condition() or None
+            await self.run.read()
+            return self._closed or condition() or self.run.member is None or None
 
         await self._internals.until(attempt, what, list(self.tasks))
 
@@ -127,7 +172,8 @@ class DisaggregatedAgentLoopManager(Manager):
         return self.steps.train_step > self.bound
 
     def _is_stopped(self) -> bool:
-        return self._closed or self.producer_state is not ProducerState.RUNNING
+        paused = self.producer_state is not ProducerState.RUNNING or self.run.agreed.paused
+        return self._closed or paused or self.run.member is None
 
     async def _when_missing(self, model_step: int, upto: int) -> bool | None:
         if self.model_step != model_step or self._is_stopped() or self.bound > upto:
@@ -164,19 +210,19 @@ class DisaggregatedAgentLoopManager(Manager):
             )
         self._check_failure()
         await self._settle_owed()
+        await self._join(batch_size, trains=True)
         await self._patiently(lambda: self._refuse_store_ahead(train_step, self.model_step))
         if train_step > max(self.bound, self.progress.next_consumer_step):
             # It can have no groups, and steps before it are not done: their groups must not become too old now.
             return await self._result(train_step, ProduceStatus.EXPIRED_BATCH, {}, None, loop.time() - began)
-        self.progress.plan(batch_size, train_step)
-        self.progress.skip_to(train_step)
         self._asked = max(self._asked, train_step)
+        await self._patiently(lambda: self._plan(batch_size, train_step, skips=True))
         self._set_clock()
         self._internals.nudge()  # the producer may owe more than before
         deadline = Deadline(timeout_s)
         lease: Lease | ProduceStatus | None = None
         while lease is None:
-            sizes = self.progress.plan(batch_size, train_step)  # a task may have been skipped meanwhile
+            sizes = await self._patiently(lambda: self._plan(batch_size, train_step))  # maybe without a task by now
             lease = await self._patiently(partial(self._wait_for, sizes, train_step, deadline))
         if isinstance(lease, Lease):
             return await self._result(train_step, ProduceStatus.NORMAL, sizes, lease, loop.time() - began)
@@ -192,18 +238,14 @@ class DisaggregatedAgentLoopManager(Manager):
         async def attempt() -> LeaseAttempt | ProduceStatus | bool | None:
             self._check_open()
             self._check_failure()  # at once, not when its groups have been used up
-            if self.progress.planned[train_step].sizes != sizes:
+            planned = self.progress.planned.get(train_step)
+            if planned is None or any(planned.sizes.get(name, 0) != groups for name, groups in sizes.items()):
                 return False
             if await lease.claim():
                 return lease
             if self._is_behind():
                 return ProduceStatus.EXPIRED_BATCH
-            in_flight = sum(task.strategy.in_flight(name) for name, task in self.tasks.items())
-            if self._loop_running is None and not in_flight:
-                raise ProducerStopped(
-                    "the batch is incomplete, nothing is in flight, and produce_loop is not running; start it with "
-                    "asyncio.create_task(manager.produce_loop(batch_size))"
-                )
+            await self._check_producers()
             return None
 
         names = ", ".join(f"{groups} of task {name!r}" for name, groups in wants.items())
@@ -216,6 +258,22 @@ class DisaggregatedAgentLoopManager(Manager):
         if isinstance(found, LeaseAttempt):
             return await found.grant()
         return found if isinstance(found, ProduceStatus) else None
+
+    async def _check_producers(self) -> None:
+        """ProducerStopped if no producer can complete the batch. Those of a shared store may still come."""
+        if self._loop_running is not None:
+            return
+        summary = await self.run.read()
+        if any(summary.task(name).in_flight for name in self.tasks) or self.run.agreed.producers(self.run.owners):
+            return
+        failures = [f"{owner}: {each.failure}" for owner, each in self.run.agreed.members.items() if each.failure]
+        if failures:
+            raise ProducerStopped(f"every producer has stopped; {'; '.join(failures)}; start them when this is fixed")
+        if not self._internals.shared:
+            raise ProducerStopped(
+                "the batch is incomplete, nothing is in flight, and produce_loop is not running; start it with "
+                "asyncio.create_task(manager.produce_loop(batch_size))"
+            )
 
     def _check_failure(self) -> None:
         if self._failure is not None:
@@ -232,30 +290,54 @@ class DisaggregatedAgentLoopManager(Manager):
         Agent loops that take new weights while they run are not stopped.
         """
         self._check_open()
-        stopping = [name for name, task in self.tasks.items() if not task.agent_loop.takes_weights_while_running]
+        stopping = self._to_pause()
         if not stopping:
             return 0.0
         self.producer_state = ProducerState.PAUSED
-        return await self._pause_strategies(stopping)
+        began = asyncio.get_running_loop().time()
+        await self._join(None, trains=True)
+
+        def pause(agreed: Agreed, progress: ProduceProgress) -> None:
+            agreed.paused = True
+
+        epoch = await self._patiently(lambda: self.run.begin_epoch(pause))
+        await self._pause_strategies(stopping)
+        timeouts = [task.strategy.settings.timeouts for task in self.tasks.values()]
+        patience_s = max(each.pause_timeout_s + each.cancel_timeout_s + each.idle_timeout_s for each in timeouts)
+        await self._patiently(lambda: self.run.until_idle(epoch, patience_s))
+        return asyncio.get_running_loop().time() - began
+
+    def _to_pause(self) -> list[str]:
+        """Tasks whose agent loops are stopped while they get new weights."""
+        return [name for name, task in self.tasks.items() if not task.agent_loop.takes_weights_while_running]
 
     async def continue_produce(self, model_step: int) -> None:
         """Generate again, with the weights of `model_step`."""
         self._check_open()
         checked_integer("model_step", model_step, least=0)
+        await self._join(None, trains=True)
+        await self._patiently(self.run.read)
+        self._refuse_older(model_step)
+
+        def proceed(agreed: Agreed, progress: ProduceProgress) -> None:
+            if model_step > agreed.model_step:
+                progress.skipped.clear()
+            agreed.model_step, agreed.paused, agreed.begun = model_step, False, True
+            if not progress.begun:
+                progress.skip_to(model_step + 1)  # a run that starts from weights of a later step
+
+        await self._patiently(lambda: self._internals.advance(dict.fromkeys(self.tasks, Clock(model_step=model_step))))
+        await self._patiently(lambda: self.run.change(proceed))
+        self.producer_state = ProducerState.RUNNING
+        self._internals.nudge()
+        log.info("weights_updated model_step=%d", model_step)
+
+    def _refuse_older(self, model_step: int) -> None:
         if model_step < self.model_step:
             raise InvalidInput(
                 f"continue_produce with the weights of step {model_step}, but those of step {self.model_step} were "
                 "already used; use resume to go back to older weights"
             )
-        if model_step > self.model_step:
-            self.progress.skipped.clear()
-        self.steps.model_step = model_step
-        if not self.progress.begun:
-            self.progress.skip_to(model_step + 1)  # a run that starts from weights of a later step
-        await self._patiently(lambda: self._internals.advance(dict.fromkeys(self.tasks, Clock(model_step=model_step))))
-        self.producer_state = ProducerState.RUNNING
-        self._internals.nudge()
-        log.info("weights_updated model_step=%d", model_step)
 
     async def resume(self, path: str | os.PathLike[str]) -> int:
         """See `Manager.resume`; generation waits for `continue_produce`, when the weights are in the engine."""
@@ -296,3 +378,11 @@ class DisaggregatedAgentLoopManager(Manager):
         else:
             filling = f"filling step {future}, at most up to {self.bound}"
         return f"{super()._describe()}; producer {producer}, {filling}"
+
+
+def _confirm(
+    owner: str, epoch: int, what: Literal["followed", "idle"], agreed: Agreed, progress: ProduceProgress
+) -> None:
+    """A member has seen, or completed, the pause of an epoch."""
+    if owner in agreed.members:
+        setattr(agreed.members[owner], what, max(epoch, getattr(agreed.members[owner], what)))

@@ -118,6 +118,15 @@ class _State(msgspec.Struct, kw_only=True, frozen=True):
     consumed: dict[str, Count]
     planned: dict[Step, PlannedStep]
     credits: dict[str, str]
+    skipped: list[str] = []
+
+
+class Consumed(msgspec.Struct, frozen=True):
+    """What acknowledging a step changed, for `ProduceProgress.undo_consume`."""
+
+    train_step: int
+    next_consumer_step: int
+    removed: dict[int, PlannedStep]
 
 
 class ProduceProgress:
@@ -131,7 +140,6 @@ class ProduceProgress:
         self.planned: dict[int, PlannedStep] = {}
         self.credits: dict[str, str] = {}  # as saved
         self.skipped: set[str] = set()  # tasks that steps are planned without for a while
-        self._last: tuple[int, int, dict[int, PlannedStep]] | None = None
 
     @property
     def target(self) -> dict[str, int]:
@@ -166,7 +174,11 @@ class ProduceProgress:
                 f"step {train_step} is planned with {step.batch_size} groups, but {batch_size} were asked for; use one "
                 "batch size for produce_loop and get_batch"
             )
-        return {name: step.sizes.get(name, 0) for name in self.weights}
+        return self.sizes(train_step)
+
+    def sizes(self, train_step: int) -> dict[str, int]:
+        """The groups of a planned step by task."""
+        return {name: self.planned[train_step].sizes.get(name, 0) for name in self.weights}
 
     @property
     def active_weights(self) -> dict[str, float]:
@@ -198,7 +210,7 @@ class ProduceProgress:
         if any(step.batch_size != batch_size for step in self.planned.values()):
             self.forget_planned()
 
-    def consume(self, train_step: int) -> None:
+    def consume(self, train_step: int) -> Consumed:
         """A step is acknowledged: it, and the steps before it that were left out, are no longer planned."""
         removed = {number: step for number, step in self.planned.items() if number <= train_step}
         for number, step in removed.items():
@@ -206,19 +218,19 @@ class ProduceProgress:
             if number == train_step:
                 for name, groups in step.sizes.items():
                     self.consumed[name] = self.consumed.get(name, 0) + groups
-        self._last = (train_step, self.next_consumer_step, removed)
+        consumed = Consumed(train_step, self.next_consumer_step, removed)
         self.next_consumer_step = max(self.next_consumer_step, train_step + 1)
         self.producer_future_step = max(self.producer_future_step, self.next_consumer_step)
+        return consumed
 
-    def undo_consume(self, train_step: int) -> None:
-        """The acknowledgement of the step that was consumed last failed."""
-        if self._last is None or self._last[0] != train_step:
+    def undo_consume(self, consumed: Consumed) -> None:
+        """The acknowledgement of a step failed. Nothing to undo if a later one was acknowledged since."""
+        if self.next_consumer_step > max(consumed.train_step + 1, consumed.next_consumer_step):
             return
-        _, self.next_consumer_step, removed = self._last
-        self._last = None
-        self.planned = dict(sorted((self.planned | removed).items()))
-        if train_step in removed:
-            for name, groups in removed[train_step].sizes.items():
+        self.next_consumer_step = consumed.next_consumer_step
+        self.planned = dict(sorted((self.planned | consumed.removed).items()))
+        if consumed.train_step in consumed.removed:
+            for name, groups in consumed.removed[consumed.train_step].sizes.items():
                 self.consumed[name] -= groups
 
     def forget_planned(self) -> None:
@@ -237,24 +249,41 @@ class ProduceProgress:
     def state(self, model_step: int) -> dict[str, Any]:
         """As plain data, relative to weights: the steps up to `model_step` count as consumed."""
         copy = ProduceProgress(self.weights)
-        copy.next_consumer_step, copy.producer_future_step = self.next_consumer_step, self.producer_future_step
-        copy.consumed, copy.planned, copy.credits = dict(self.consumed), dict(self.planned), self.credits
+        copy.load(self.dump())
         for number in sorted(self.planned):
             if number <= model_step:
                 copy.consume(number)
         first = model_step + 1
+        copy.next_consumer_step = max(copy.next_consumer_step, first)
+        copy.producer_future_step = max(copy.producer_future_step, first)
+        copy.skipped.clear()  # they are tried again
+        return copy.dump()
+
+    def dump(self) -> dict[str, Any]:
+        """As plain data."""
         state = _State(
-            next_consumer_step=max(copy.next_consumer_step, first),
-            producer_future_step=max(copy.producer_future_step, first),
-            consumed=copy.consumed,
-            planned=copy.planned,
-            credits=copy.credits,
+            next_consumer_step=self.next_consumer_step,
+            producer_future_step=self.producer_future_step,
+            consumed=self.consumed,
+            planned=self.planned,
+            credits=self.credits,
+            skipped=sorted(self.skipped),
         )
         content: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
         return content
 
-    def load_state(self, content: object) -> set[str]:
-        """Continue from a saved state; returns the names of tasks in it that no longer exist."""
+    def load(self, content: object) -> None:
+        """Continue from what `dump` returned."""
+        self._adopt(self._read(content))
+
+    def _adopt(self, state: _State) -> None:
+        self.next_consumer_step = state.next_consumer_step
+        self.producer_future_step = max(state.producer_future_step, state.next_consumer_step)
+        self.consumed = {name: state.consumed.get(name, 0) for name in self.weights}
+        self.credits = dict(state.credits)
+        self.planned, self.skipped = dict(state.planned), set(state.skipped)
+
+    def _read(self, content: object) -> _State:
         try:
             state = msgspec.convert(content, _State, strict=False)
             for credits in (state.credits, *[step.credits_before for step in state.planned.values()]):
@@ -263,12 +292,13 @@ class ProduceProgress:
             raise DamagedData(f"the progress in a checkpoint cannot be read: {error}") from None
         if any(number < state.next_consumer_step for number in state.planned):
             raise DamagedData("the progress in a checkpoint cannot be read: a step is planned that was consumed before")
+        return state
+
+    def load_state(self, content: object) -> set[str]:
+        """Continue from a saved state; returns the names of tasks in it that no longer exist."""
+        state = self._read(content)
         gone = {name for name in (*state.consumed, *state.credits) if name not in self.weights}
-        self.next_consumer_step = state.next_consumer_step
-        self.producer_future_step = max(state.producer_future_step, state.next_consumer_step)
-        self.consumed = {name: state.consumed.get(name, 0) for name in self.weights}
-        self.credits = state.credits
-        self.planned, self._last = dict(state.planned), None
+        self._adopt(state)
         planned_tasks = {name for step in state.planned.values() for name, groups in step.sizes.items() if groups}
         active = {name for name, weight in self.weights.items() if weight > 0}
         if planned_tasks - active or self.weights.keys() - set(state.credits or state.consumed):

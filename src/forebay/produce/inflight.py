@@ -24,7 +24,7 @@ from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.internal import internals, mark_aborted
 from forebay.core.aio import RESOLUTION_S, ignore_exception, run_user_code, see_through, uncancelled
-from forebay.core.ledger import Place, Record
+from forebay.core.ledger import Account, End, Place, Record
 from forebay.core.rollout import RolloutState, Status, carries_response, group_status
 from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, InvalidInput, LostLease, TooManyFailures
 from forebay.produce.judge import Judge, Judged, Judging, Pause
@@ -61,7 +61,16 @@ class _Return(NamedTuple):
     issued: Sequence[RolloutState]
     train_step: int | None
     model_step: int | None
+    failed: bool
     tell: Callable[[Sequence[RolloutState], Status | None, str | None], None]
+
+
+class Totals(NamedTuple):
+    """Groups that came back complete, groups that filters rejected, and attempts that failed, as the storage counts."""
+
+    completed: int
+    rejected: int
+    failures: int
 
 
 class Works:
@@ -73,6 +82,9 @@ class Works:
         self.failures_in_a_row = 0
         self._failing: dict[int, bool] = {}  # groups of these failures; whether they ended as failed
         self.rejections_in_a_row = 0
+        self._elsewhere: Totals | None = None  # of other producers, as last heard
+        self._here = Totals(0, 0, 0)
+        self._failures_overall = 0  # in a row, of all producers
         self.last_error: str | None = None
         self._overran_pause = False  # whether the last error is of an attempt that a pause had to cancel
         self.broken: BaseException | None = None
@@ -149,8 +161,9 @@ class Works:
         broken, self.broken = self.broken, None
         if broken is not None:
             raise broken
-        if self.failures_in_a_row >= self._settings.budgets.max_consecutive_failures:
-            attempts, self.failures_in_a_row = self.failures_in_a_row, 0
+        attempts = max(self.failures_in_a_row, self._failures_overall)
+        if attempts >= self._settings.budgets.max_consecutive_failures:
+            self.failures_in_a_row = self._failures_overall = 0
             failed, groups = sum(self._failing.values()), len(self._failing)
             self._failing.clear()
             advice = "let `generate` end early when the loop is `paused`, or raise pause_timeout_s"
@@ -164,6 +177,19 @@ class Works:
         if self.exhausted and self._settings.budgets.when_exhausted == "raise":
             rejections, self.rejections_in_a_row = self.rejections_in_a_row, 0
             raise too_many_rejections(self.task_name, rejections, self.last_error)
+
+    def hear(self, account: Account) -> None:
+        """Count what other producers of the task have done since the last time, for the budgets and the acceptance."""
+        rejected = account.ended.get(End.FILTERED, 0)
+        counted = Totals(account.completed, rejected, account.failures)
+        now = Totals(*[count - here for count, here in zip(counted, self._here, strict=True)])
+        before, self._elsewhere = self._elsewhere or now, now
+        completed, rejected, failures = [max(0, n - known) for n, known in zip(now, before, strict=True)]
+        if completed:
+            self.rejections_in_a_row = self._failures_overall = 0
+        self.rejections_in_a_row += rejected
+        self._failures_overall += failures
+        self.figures.verdicts.extend([True] * completed + [False] * rejected)
 
     @property
     def waiting_stragglers(self) -> set[int]:
@@ -224,7 +250,7 @@ class Works:
         """Return groups that were drawn and not started, as ABORTED with the tokens that they have."""
         for group in groups:
             mark_aborted(group)
-            self._late.append(_Return(group, group, None, None, lambda stored, status, error: None))
+            self._late.append(_Return(group, group, None, None, False, lambda stored, status, error: None))
         await uncancelled(self.bring_back())
 
     async def bring_back(self) -> None:
@@ -322,7 +348,7 @@ class Works:
             if self.on_end is not None:
                 self.on_end(outcome, stored)
 
-        back = _Return(members, issued, steps.train_step, model_step, count)
+        back = _Return(members, issued, steps.train_step, model_step, error is not None, count)
         stage.name, stage.since = "storing", clock()
         storing = asyncio.ensure_future(self._store(back))
         cancelled = await see_through(storing) or cancelled
@@ -428,7 +454,11 @@ class Works:
         for resort in ("as it is", "without those that are refused", "without any"):
             try:
                 (record,) = await self._internals.put(
-                    (members,), self.task_name, model_step=back.model_step, train_step=back.train_step
+                    (members,),
+                    self.task_name,
+                    model_step=back.model_step,
+                    train_step=back.train_step,
+                    failed=back.failed or error is not None,
                 )
             except (LostLease, BufferClosed, DuplicateGroup) as gone:
                 # Another owner has it, the buffer returned all groups in flight, or an earlier put did succeed.
@@ -455,7 +485,9 @@ class Works:
         self._overran.discard(outcome.group_id)
         if outcome.failed:
             # A pause cancels all running groups at once, for the same reason, so they count as one failure.
-            self.failures_in_a_row += not overran or self._overrun_pause != self.pause.count
+            counts = not overran or self._overrun_pause != self.pause.count
+            self.failures_in_a_row += counts
+            self._failures_overall += counts
             self._overrun_pause = self.pause.count if overran else self._overrun_pause
             self._overran_pause = overran
             self._failing[outcome.group_id] = outcome.status is Status.FAILED
@@ -464,8 +496,13 @@ class Works:
             self.rejections_in_a_row = 0 if outcome.kept else self.rejections_in_a_row + 1
             self.last_error = self.last_error if outcome.kept else outcome.error or self.last_error
         if outcome.status is Status.COMPLETED:
-            self.failures_in_a_row = 0
+            self.failures_in_a_row = self._failures_overall = 0
             self._failing.clear()
+        self._here = Totals(
+            self._here.completed + (outcome.status is Status.COMPLETED),
+            self._here.rejected + (outcome.status is Status.FILTERED),
+            self._here.failures + outcome.failed,
+        )
         if outcome.status not in (Status.COMPLETED, Status.FAILED, Status.FILTERED, None):
             if outcome.attempt >= self._settings.tail_after:
                 self.stragglers.add(outcome.group_id)

@@ -220,22 +220,20 @@ def acceptance(kept: int, rejected: int) -> float:
     return max(_LEAST_ACCEPTANCE, (kept + 2) / (kept + rejected + 2))
 
 
-def to_start(
-    *, target: int, available: int, budget: int, in_flight: int, accepted: float = 1.0, spare: int | None = None
-) -> int:
-    """How many groups to start now, so that target + budget - available are in flight, and at least one.
+def to_run(*, target: int, available: int, budget: int, accepted: float = 1.0, spare: int | None = None) -> int:
+    """How many groups to have in flight, of all producers together: target + budget - available, and at least one.
 
     `accepted`: the share of groups that filters keep. The number of missing groups is divided by it, which adds at most
     `spare` groups.
 
-    >>> to_start(target=10, available=9, budget=4, in_flight=0), to_start(target=10, available=9, budget=4, in_flight=5)
-    (5, 0)
-    >>> to_start(target=16, available=0, budget=0, in_flight=16, accepted=0.1)
-    144
-    >>> to_start(target=16, available=0, budget=0, in_flight=16, accepted=0.1, spare=10)
-    10
+    >>> to_run(target=10, available=9, budget=4)
+    5
+    >>> to_run(target=16, available=0, budget=0, accepted=0.1)
+    160
+    >>> to_run(target=16, available=0, budget=0, accepted=0.1, spare=10)
+    26
     """
     missing = target - available
     extra = max(0, math.ceil(missing / accepted) - missing) if missing > 0 else 0
     extra = extra if spare is None else min(extra, max(0, spare))
-    return max(missing + budget + extra - in_flight, 0 if in_flight else 1)
+    return max(1, missing + budget + extra)

@@ -27,15 +27,15 @@ from forebay.core.ledger import Clock, End, Place
 from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.staleness import staleness
 from forebay.core.validate import checked_integer, checked_task
-from forebay.errors import EngineUnavailable, InvalidConfig, InvalidInput, RewardUnavailable
+from forebay.errors import EngineUnavailable, EpochMoved, InvalidConfig, InvalidInput, RewardUnavailable
 from forebay.produce.filters import Filter
 from forebay.produce.inflight import Steps, Works
 from forebay.produce.judge import GroupReward, Judge, SampleReward
 from forebay.produce.pausing import ProducedTask
-from forebay.produce.plan import Budgets, Plan, StrategySettings, Timeouts, make_plan, to_start, waiting_again
+from forebay.produce.plan import Budgets, Plan, StrategySettings, Timeouts, make_plan, to_run, waiting_again
 from forebay.produce.stats import Figures, Progress, default_progress
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
-from forebay.storage.base import TaskSummary
+from forebay.storage.base import Share, TaskSummary
 
 log = logging.getLogger(__name__)
 
@@ -54,11 +54,25 @@ class Production(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
+class Among:
+    """The producers that share the work of a task: here, one that shares it with nobody. `Run` is that of managers."""
+
+    lead: str | None = None  # the task whose changes concern all of them
+
+    def share(self, wanted: int) -> int:
+        """How many of the wanted groups this producer may have in flight."""
+        return wanted
+
+    def follows(self, epoch: int) -> bool:
+        """Whether this producer may draw in an epoch of the task."""
+        return True
+
+
 class Demand(NamedTuple):
     """Groups that a strategy is asked to produce. `steps` may advance meanwhile; `stopped()` ends it early.
 
     `spare`: how many groups more than the target and the over-issue may be in flight because filters reject some; by
-    default the number that fits into the buffer.
+    default the number that fits into the buffer. `among`: the producers that share the work.
     """
 
     agent_loop: AgentLoop
@@ -69,6 +83,7 @@ class Demand(NamedTuple):
     target: int | None = None
     stopped: Callable[[], bool] = lambda: False
     spare: int | None = None
+    among: Among = Among()
 
 
 class ProduceStrategy:
@@ -235,8 +250,7 @@ class ProduceStrategy:
             while True:
                 works.check()
                 skip = works.exhausted and self.settings.budgets.when_exhausted == "skip"
-                flying = works.relied_on  # read first: a group that returns meanwhile would be in neither count
-                summary = await self._summary(task)
+                summary = await self._summary(task, demand.among)
                 # Computed each time: leased groups may return to the buffer before the batch is complete.
                 goal = summary.taken + demand.batch_size if demand.target is None else demand.target
                 available = summary.produced
@@ -254,29 +268,36 @@ class ProduceStrategy:
                         tail=plan.tail,
                         seconds=loop.time() - began,
                     )
-                missing = to_start(
-                    target=goal,
-                    available=available,
-                    budget=plan.budget,
-                    in_flight=flying,
-                    accepted=works.accepted,
-                    spare=demand.spare,
-                )
-                if missing <= 0 and not agent_loop.outage.take_probe():
+                if not demand.among.follows(summary.account.epoch):
                     return None
-                missing = max(1, missing)
-                begun = await self._start_again(task, demand, missing, plan.statuses, summary)
-                begun = begun or await self._start(task, demand, missing, ())
-                if not begun and not len(works):
-                    # Groups that wait for a tail must not keep the buffer full forever.
-                    begun = await self._start_again(task, demand, missing, DRAWABLE, summary)
+                wanted = to_run(
+                    target=goal, available=available, budget=plan.budget, accepted=works.accepted, spare=demand.spare
+                )
+                suspects = works.in_flight - works.relied_on
+                share = Share(summary.account.epoch, available + wanted + suspects)
+                mine = demand.among.share(wanted) + suspects - works.in_flight
+                missing = min(mine, wanted + suspects - summary.in_flight)
+                probing = agent_loop.outage.take_probe() if missing <= 0 else False
+                if missing <= 0 and not probing:
+                    return None
+                if probing:
+                    missing, share = 1, Share(share.epoch, max(share.most, available + summary.in_flight) + 1)
+                try:
+                    begun = await self._start_again(task, demand, missing, plan.statuses, summary, share)
+                    begun = begun or await self._start(task, demand, missing, (), share)
+                    if not begun and not len(works):
+                        # Groups that wait for a tail must not keep the buffer full forever.
+                        begun = await self._start_again(task, demand, missing, DRAWABLE, summary, share)
+                except EpochMoved:
+                    return None  # a pause begins: wait for it
                 if not begun:
                     return None  # the buffer is full: wait for a change
                 started += begun
 
         what = f"{demand.target} groups completed, leased or trained"
         what = f"{demand.batch_size} completed groups in the buffer" if demand.target is None else what
-        production = await self._internals.until(step, f"task {task_name!r} to have {what}", (task_name,))
+        woken_by = (task_name,) if demand.among.lead is None else (task_name, demand.among.lead)
+        production = await self._internals.until(step, f"task {task_name!r} to have {what}", woken_by)
         if production.exhausted:
             works.rejections_in_a_row = 0  # the next call tries again
         if not self.leaves_work_running or production.exhausted:
@@ -301,10 +322,12 @@ class ProduceStrategy:
             await self._internals.expiry.drop_expired(name)  # from a time when they could be retried
         return await self._summary(task) if summary.due or left else summary
 
-    async def _summary(self, task: ProducedTask) -> TaskSummary:
-        """The counts of a task; its figures get the number of discarded groups."""
+    async def _summary(self, task: ProducedTask, among: Among | None = None) -> TaskSummary:
+        """The counts of a task; its figures get what other producers did, and the number of discarded groups."""
         name = task.works.task_name
-        summary = (await self._internals.summary((name,))).task(name)
+        lead = name if among is None else among.lead or name
+        summary = (await self._internals.summary(dict.fromkeys((name, lead)))).task(name)
+        task.works.hear(summary.account)
         discarded = summary.account.ended.get(End.DISCARDED, 0)
         if task.discarded is None:
             task.discarded = discarded
@@ -312,19 +335,27 @@ class ProduceStrategy:
         return summary
 
     async def _start_again(
-        self, task: ProducedTask, demand: Demand, missing: int, again: Sequence[Status], summary: TaskSummary
+        self,
+        task: ProducedTask,
+        demand: Demand,
+        missing: int,
+        again: Sequence[Status],
+        summary: TaskSummary,
+        share: Share,
     ) -> int:
         """Start up to `missing` groups of these statuses, stragglers first, if the buffer has any; how many."""
         statuses = DRAWABLE if self._first(task.works) else again
         if not summary.due and not any(summary.statuses.get(status, 0) for status in statuses):
             return 0
-        return await self._start(task, demand, missing, again)
+        return await self._start(task, demand, missing, again, share)
 
-    async def _start(self, task: ProducedTask, demand: Demand, missing: int, again: Sequence[Status]) -> int:
+    async def _start(
+        self, task: ProducedTask, demand: Demand, missing: int, again: Sequence[Status], share: Share
+    ) -> int:
         """Draw up to `missing` groups, of these statuses or new ones, and start them; how many. Pauses wait for it."""
         if task.works.pause.on:
             return 0
-        task.drawing = asyncio.ensure_future(self._draw(task, demand, missing, again))
+        task.drawing = asyncio.ensure_future(self._draw(task, demand, missing, again, share))
         task.drawing_since = asyncio.get_running_loop().time()
         try:
             drawing, _, cancelled = await run_user_code(task.drawing)
@@ -334,13 +365,16 @@ class ProduceStrategy:
             raise cancelled
         return 0 if drawing.cancelled() else drawing.result()  # a pause, or the end, does not wait for a data set
 
-    async def _draw(self, task: ProducedTask, demand: Demand, missing: int, again: Sequence[Status]) -> int:
+    async def _draw(
+        self, task: ProducedTask, demand: Demand, missing: int, again: Sequence[Status], share: Share
+    ) -> int:
         assert task.sampler is not None
         works, (_, sampler) = task.works, task.sampler
+        name, first = works.task_name, self._first(works)
         if again:
-            groups = await sampler.draw_again(missing, works.task_name, again, own=False, first=self._first(works))
+            groups = await sampler.draw_again(missing, name, again, own=False, first=first, share=share)
         else:
-            groups = await sampler.try_draw(missing, works.task_name, (), own=False)
+            groups = await sampler.try_draw(missing, name, (), own=False, share=share)
         if works.pause.on:
             await works.give_back(groups)
             return 0

@@ -52,6 +52,7 @@ from forebay.prompts.sources import (
     open_source,
     without_response,
 )
+from forebay.storage.base import Share
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class Sampler:
     ) -> None:
         self.source: Source = open_source(dataset, seed=seed, shuffle=shuffle)
         self.dropped_responses = 0
-        self._repeat = checked_integer("prompt_repeat_k", prompt_repeat_k, least=1)
+        self.group_size = checked_integer("prompt_repeat_k", prompt_repeat_k, least=1)
         self._to_rollout_state = to_rollout_state
         self._tokenize = tokenize
         self._skip_bad_records = skip_bad_records
@@ -203,7 +204,7 @@ class Sampler:
                     index, prompt = error.index, self.failed(error)
                 indexes.append(index)
                 # Members share their prompt, which is stored once; a producer that draws them gets copies.
-                groups.append([prompt.__copy__() for _ in range(self._repeat)])
+                groups.append([prompt.__copy__() for _ in range(self.group_size)])
             return _Drawn(groups, indexes, self._state_after(cursor, state, known, task_name))
 
     def _trusted(self, prompt: RolloutState, index: int) -> RolloutState:
@@ -275,7 +276,7 @@ class Sampler:
         return None if self._own_state == state else self._own_state
 
     def _fingerprint(self, *, again: bool = False) -> Fingerprint:
-        return replace(self.source.fingerprint(again=again), group_size=self._repeat)
+        return replace(self.source.fingerprint(again=again), group_size=self.group_size)
 
     def _warn(self, message: str, *values: object) -> None:
         """Log a warning, once."""
@@ -303,6 +304,11 @@ class SamplerWithReplayBuffer:
     def __len__(self) -> int:
         """The number of records of the data set."""
         return len(self._prompts)
+
+    @property
+    def group_size(self) -> int:
+        """The number of samples of a group."""
+        return self._prompts.group_size
 
     @property
     def dropped_responses(self) -> int:
@@ -333,28 +339,46 @@ class SamplerWithReplayBuffer:
         what = f"capacity to draw {n} groups of task {task_name!r}"
         return await self._internals.until(attempt, what, (task_name,), timeout_s=timeout_s)
 
-    async def try_draw(self, n: int, task_name: str, statuses: Statuses = DRAWABLE, *, own: bool = True) -> Groups:
-        """As `draw`, without waiting: maybe none."""
-        return await self._draw(n, task_name, statuses, new=True, own=own)
+    async def try_draw(
+        self, n: int, task_name: str, statuses: Statuses = DRAWABLE, *, own: bool = True, share: Share | None = None
+    ) -> Groups:
+        """As `draw`, without waiting: maybe none. `share`: no more than it allows."""
+        return await self._draw(n, task_name, statuses, new=True, own=own, share=share)
 
     async def draw_again(
-        self, n: int, task_name: str, statuses: Statuses = DRAWABLE, *, own: bool = True, first: Collection[int] = ()
+        self,
+        n: int,
+        task_name: str,
+        statuses: Statuses = DRAWABLE,
+        *,
+        own: bool = True,
+        first: Collection[int] = (),
+        share: Share | None = None,
     ) -> Groups:
         """Up to n groups of these statuses, in flight from now on; maybe none. Never waits.
 
-        `first`: ids of groups that are drawn before the others, whichever drawable status they have.
+        `first`: ids of groups that are drawn before the others, whichever drawable status they have. `share`: no more
+        than it allows.
         """
-        drawn = await self._draw(n, task_name, DRAWABLE, new=False, own=own, only=first) if first else []
+        drawn = await self._draw(n, task_name, DRAWABLE, new=False, own=own, only=first, share=share) if first else []
         if len(drawn) < n and statuses:
             try:
-                drawn += await self._draw(n - len(drawn), task_name, statuses, new=False, own=own)
+                drawn += await self._draw(n - len(drawn), task_name, statuses, new=False, own=own, share=share)
             except BaseException:
                 await self._return(drawn, task_name)
                 raise
         return drawn
 
     async def _draw(
-        self, n: int, task_name: str, statuses: Statuses, *, new: bool, own: bool, only: Collection[int] = ()
+        self,
+        n: int,
+        task_name: str,
+        statuses: Statuses,
+        *,
+        new: bool,
+        own: bool,
+        only: Collection[int] = (),
+        share: Share | None = None,
     ) -> Groups:
         """The groups that can be drawn now. Does not wait for capacity, which would keep others from drawing."""
         drawn: Groups = []
@@ -363,11 +387,13 @@ class SamplerWithReplayBuffer:
                 if task_name not in self._compared:
                     await self.compare_data(task_name, *await self._internals.position(task_name))
                     self._compared.add(task_name)
-                redrawn = await self._internals.redraw(n, task_name, statuses, group_ids=only)
+                redrawn = await self._internals.redraw(n, task_name, statuses, group_ids=only, share=share)
                 drawn += await self._without_bad(redrawn, task_name)
             if new:
                 async with self._turns():
-                    while len(drawn) < n and (issued := await self._issue(n - len(drawn), task_name)) is not None:
+                    while (
+                        len(drawn) < n and (issued := await self._issue(n - len(drawn), task_name, share)) is not None
+                    ):
                         drawn += await self._without_bad(issued, task_name)
             for number, group in enumerate(drawn if own else ()):
                 if number % _COPIED_AT_ONCE == _COPIED_AT_ONCE - 1:
@@ -379,8 +405,8 @@ class SamplerWithReplayBuffer:
             await self._return(drawn, task_name)
             raise
 
-    async def _issue(self, n: int, task_name: str) -> Groups | None:
-        """Up to n groups of the data set, no more than fit; None if none fits."""
+    async def _issue(self, n: int, task_name: str, share: Share | None) -> Groups | None:
+        """Up to n groups of the data set, no more than fit and `share` allows; None if that is none."""
         n = min(n, _ISSUED_AT_ONCE)
         if isinstance(self._prompts.source, LoaderSource):
             n = 1  # a loader has its state between two records
@@ -389,7 +415,7 @@ class SamplerWithReplayBuffer:
             cursor, state = await self._position(task_name)
             drawn = await self._read(cursor, n, state, task_name)
             try:
-                issued = await self._write(drawn, cursor, task_name)
+                issued = await self._write(drawn, cursor, task_name, share)
             except CursorMoved as moved:
                 self._positions.pop(task_name, None)
                 if isinstance(self._prompts.source, LoaderSource) and known is None:
@@ -428,10 +454,10 @@ class SamplerWithReplayBuffer:
         groups = [[member.__copy__() for member in group] for group in drawn.groups[:n]]
         return drawn._replace(groups=groups)
 
-    async def _write(self, drawn: _Drawn, cursor: int, task_name: str) -> Issued:
+    async def _write(self, drawn: _Drawn, cursor: int, task_name: str, share: Share | None) -> Issued:
         """Issue the groups that fit. A cancel waits for it, and then gives them back."""
         issuing = asyncio.ensure_future(
-            self._internals.issue(drawn.groups, task_name, cursor=cursor, source_state=drawn.state)
+            self._internals.issue(drawn.groups, task_name, cursor=cursor, source_state=drawn.state, share=share)
         )
         cancelled = await see_through(issuing)
         if cancelled is None and not issuing.cancelled():

@@ -84,7 +84,7 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `group_id` None: a new group by hand; the storage gives it a negative id. `attempt` None: by hand, or back from its
     owner. `stale`: it is stale and not retryable; it ends at once. `reset_tokens`: those that are no longer in
-    `content` because they were too old.
+    `content` because they were too old. `failed`: the attempt failed.
     """
 
     task_name: str
@@ -94,11 +94,23 @@ class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     stale: bool = False
     reason: str | None = None
     reset_tokens: int = 0
+    failed: bool = False
 
     def tokens(self, before: int) -> tuple[int, int]:
         """The tokens that it issues and resets; see `arrival_tokens`."""
         kept = self.content.facts.tokens
         return arrival_tokens(before, kept + self.reset_tokens, kept)
+
+
+class Share(msgspec.Struct, frozen=True):
+    """How much a producer may draw: see `rules.share_left`.
+
+    EpochMoved unless the task is in this `epoch`. `most`: the number of its groups that may be produced (see
+    `TaskSummary.produced`) or in flight afterwards, over all producers.
+    """
+
+    epoch: int
+    most: int
 
 
 class Purpose(enum.Enum):
@@ -114,7 +126,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     Groups of an earlier one of `statuses` come first. `whole`: all that is wanted of every task, or nothing.
     `train_step` first advances the clocks of the tasks of which something is wanted. `group_ids`: only these groups,
-    if any are given; for draws from one task.
+    if any are given, and `share`: no more than this; for draws from one task.
     """
 
     wants: Mapping[str, int]
@@ -125,6 +137,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     lease_id: str | None = None
     train_step: int | None = None
     group_ids: tuple[int, ...] = ()
+    share: Share | None = None
 
     @property
     def clocks(self) -> dict[str, Clock]:
@@ -195,6 +208,11 @@ class TaskSummary(msgspec.Struct, frozen=True):
         return self.fresh.get(Status.COMPLETED, 0) + self.taken
 
     @property
+    def in_flight(self) -> int:
+        """Groups that producers hold, in all processes."""
+        return self.places.get(Place.IN_FLIGHT, 0)
+
+    @property
     def due(self) -> bool:
         """Whether `Storage.due` has rows."""
         return any(self.statuses.get(status, 0) > self.fresh.get(status, 0) for status in EXPIRABLE)
@@ -207,6 +225,7 @@ class Summary(msgspec.Struct, frozen=True):
     usage: Usage
     holdings: Sequence[Holding] = ()
     saved_step: int | None = None  # the model step of the last `saved` or `rewind`
+    owners: Collection[str] = ()  # that have it open, and have not missed their deadline
 
     def task(self, task_name: str) -> TaskSummary:
         """The figures of a task; zeros if it is unknown."""
@@ -335,13 +354,20 @@ class Storage(ABC):
 
     @operation(once=True)
     async def issue(
-        self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
+        self,
+        task_name: str,
+        contents: Sequence[Content],
+        *,
+        owner: str,
+        cursor: int,
+        source_state: bytes | None = None,
+        share: Share | None = None,
     ) -> list[Record]:
         """Write drawn prompts as rows in flight and advance the task's cursor, in one step.
 
-        Issues the first of them that fit (`rules.fitting`), in order, and returns their records: maybe none. They get
-        the group ids `cursor`, `cursor` + 1, ... and attempt 1. CursorMoved unless the task's cursor is `cursor`;
-        DuplicateGroup if such an id was put by hand.
+        Issues the first of them that fit (`rules.fitting`, `share`), in order, and returns their records: maybe none.
+        They get the group ids `cursor`, `cursor` + 1, ... and attempt 1. CursorMoved unless the task's cursor is
+        `cursor`; DuplicateGroup if such an id was put by hand.
         """
 
     @operation(once=True)
@@ -384,6 +410,10 @@ class Storage(ABC):
 
         Listeners hear of tasks whose clocks or limits changed. Steps never go back (except by `rewind`).
         """
+
+    @operation(once=True)
+    async def write_plan(self, task_name: str, content: bytes, *, revision: int) -> bool:
+        """Replace `Account.plan` if it still has this revision, which then grows by one; whether it was replaced."""
 
     @operation(changes=False)
     async def due(self, task_name: str, statuses: Collection[Status], limit: int) -> list[Row]:

@@ -15,8 +15,8 @@ from forebay.core.capacity import Settings, Usage, fits, reservation, reserved_a
 from forebay.core.ledger import NO_TAGS, Account, End, Event, Facts, Place, Record, check_closed, check_move, take_event
 from forebay.core.rollout import Status
 from forebay.core.staleness import NO_LIMITS
-from forebay.errors import DuplicateGroup, InvalidInput, LostLease
-from forebay.storage.base import Arrival, Claim, Content, Purpose
+from forebay.errors import DuplicateGroup, EpochMoved, InvalidInput, LostLease
+from forebay.storage.base import Arrival, Claim, Content, Purpose, Share, TaskSummary
 
 _SHARED = tuple(name for name in Facts.__struct_fields__ if name in Record.__struct_fields__)
 
@@ -192,6 +192,15 @@ def lost_lease(lost: int, groups: int, lease_id: str) -> LostLease:
     )
 
 
+def share_left(share: Share | None, task_name: str, task: TaskSummary) -> int | None:
+    """How many groups of a task a share still allows to draw; None: any number. EpochMoved in another epoch."""
+    if share is None:
+        return None
+    if share.epoch != task.account.epoch:
+        raise EpochMoved(task_name, share.epoch, task.account.epoch)
+    return max(0, share.most - task.produced - task.in_flight)
+
+
 # --- capacity -----------------------------------------------------------------------------------------
 
 
@@ -237,12 +246,14 @@ def is_used(accounts: Mapping[str, Account]) -> bool:
 
 
 def restored_accounts(saved: Mapping[str, Account], present: Mapping[str, Account]) -> dict[str, Account]:
-    """The accounts of a storage that a stream is restored into; limits that were set there before stay."""
-    accounts = {task_name: copied(account) for task_name, account in saved.items()}
+    """The accounts of a storage that a stream is restored into; limits, epochs and plans that were set there stay."""
+    accounts = {task_name: replace(copied(account), plan=None) for task_name, account in saved.items()}
     for task_name, before in present.items():
         account = accounts.setdefault(task_name, copied(before))
         if before.limits != NO_LIMITS:
             account.limits = before.limits
+        account.epoch = max(account.epoch, before.epoch)
+        account.plan, account.plan_revision = before.plan, before.plan_revision
     return accounts
 
 

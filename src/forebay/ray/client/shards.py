@@ -236,6 +236,7 @@ class ShardedStorage(TableStorage):
             ),
             sorted([each for summary in found for each in summary.holdings], key=lambda each: -each.oldest_age_s),
             max(steps) if len(steps) == len(found) else None,  # of the shard that has dropped most
+            sorted({owner for summary in found for owner in summary.owners}),
         )
 
     async def records(self, node: Node, limit: int | None) -> list[Record]:

@@ -22,7 +22,7 @@ from forebay.ray import references, wire
 from forebay.ray.client.link import Link, Reply, heard
 from forebay.ray.table import OPERATIONS, Operation, TableStorage
 from forebay.ray.wire import Parcel
-from forebay.storage.base import Claim, Claimed, Content, Listener, Ready, Rows, Snapshot, Summary
+from forebay.storage.base import Claim, Claimed, Content, Listener, Ready, Rows, Share, Snapshot, Summary
 from forebay.storage.idempotency import taken_for_good
 
 log = logging.getLogger(__name__)
@@ -221,9 +221,16 @@ class RayStorage(TableStorage):
         await self._run(OPERATIONS["undo"], (claim, rows))
 
     async def issue(
-        self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
+        self,
+        task_name: str,
+        contents: Sequence[Content],
+        *,
+        owner: str,
+        cursor: int,
+        source_state: bytes | None = None,
+        share: Share | None = None,
     ) -> list[Record]:
-        issued = (task_name, list(contents), owner, cursor, source_state)
+        issued = (task_name, list(contents), owner, cursor, source_state, share)
         records: list[Record] = await self._run(OPERATIONS["issue"], issued)
         for content, record in zip(contents, records, strict=False):
             identify(content.group, task_name, record.group_id)

@@ -39,7 +39,7 @@ from forebay.core.rollout import Group, Status, group_status
 from forebay.core.staleness import EXPIRABLE, NO_FLOORS, Floors
 from forebay.errors import BufferClosed, CursorMoved, InvalidConfig
 from forebay.storage import rules
-from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Reaped, Revision, Rows
+from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Reaped, Revision, Rows, Share
 from forebay.storage.idempotency import is_held, taken_for_good
 from forebay.storage.local.owners import Outbox, Owners
 from forebay.storage.local.table import Archive, Table
@@ -155,10 +155,19 @@ class Engine:
     # --- arriving -------------------------------------------------------------------------------------
 
     def issue(
-        self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
+        self,
+        task_name: str,
+        contents: Sequence[Content],
+        *,
+        owner: str,
+        cursor: int,
+        source_state: bytes | None = None,
+        share: Share | None = None,
     ) -> list[Record]:
         self._check_owner(owner)
         account = self.accounts.get(task_name) or Account()
+        if share is not None:
+            contents = contents[: self._share_left(share, task_name)]
         if account.cursor != cursor:
             raise CursorMoved(task_name, cursor, account.cursor)
         for group_id in range(cursor, cursor + len(contents)):
@@ -218,6 +227,7 @@ class Engine:
         issued_tokens, reset_tokens = arrival.tokens(0 if row is None else row.record.tokens)
         account.issued_tokens += issued_tokens
         account.reset_tokens += reset_tokens
+        account.failures += arrival.failed
         target = check_move(arrival_event(place, content.facts.status, stale=arrival.stale), place)
         if row is None:
             group_id = self._hand_id(task_name, account, named) if arrival.group_id is None else arrival.group_id
@@ -233,6 +243,7 @@ class Engine:
             self.table.replace(row.record, last)
             self._end(last, target, arrival.reason)
             return last.record
+        account.completed += content.facts.status is Status.COMPLETED
         record = rules.returned_record(row.record, content, self._take_timestamp_id(), self.clock())
         self.table.replace(row.record, Row(record, self._keep(record, content)))
         return record
@@ -291,7 +302,8 @@ class Engine:
             if claim.whole and sum(table.count(task_name, status) for status in claim.statuses) < wanted:
                 return None
             floors = self._floors(task_name)
-            missing = wanted
+            left = self._share_left(claim.share, task_name)
+            missing = wanted if left is None else min(wanted, left)
             for status in claim.statuses:
                 if missing <= 0:
                     break
@@ -316,6 +328,10 @@ class Engine:
         found = [row for group_id in sorted(group_ids) if (row := self.table.find(task_name, group_id)) is not None]
         state = (Place.BUFFERED, status)
         return [r for r in found if (r.record.place, r.record.status) == state and is_fresh(r.record, floors)]
+
+    def _share_left(self, share: Share | None, task_name: str) -> int | None:
+        account = self.accounts.get(task_name) or Account()
+        return None if share is None else rules.share_left(share, task_name, self.table.summary(task_name, account))
 
     def _is_due(self, task_name: str) -> bool:
         floors = self._floors(task_name)
@@ -488,6 +504,14 @@ class Engine:
 
     def advance(self, clocks: Mapping[str, Clock]) -> None:
         self._change([task_name for task_name, clock in clocks.items() if self.account(task_name).advance(clock)])
+
+    def write_plan(self, task_name: str, content: bytes, *, revision: int) -> bool:
+        account = self.account(task_name)
+        if account.plan_revision != revision:
+            return False
+        account.plan, account.plan_revision = content, revision + 1
+        self._change((task_name,))
+        return True
 
     def set_priority(self, priorities: Mapping[int, float]) -> int:
         rows = [(row, priority) for uid, priority in priorities.items() if (row := self.table.get(uid)) is not None]

@@ -51,6 +51,11 @@ class Owners:
         if (known := self.deadlines.get(owner)) is not None:
             self.expect(owner, known[0])
 
+    def living(self) -> list[str]:
+        """The owners that have it open, without those whose deadline has passed."""
+        late, _ = self.late()
+        return sorted(self.open.difference(late))
+
     def late(self) -> tuple[list[str], float | None]:
         """The owners whose deadline has passed, and the seconds until the next deadline of another one."""
         now = self._clock()

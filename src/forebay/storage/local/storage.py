@@ -17,9 +17,8 @@ from typing import Any
 from forebay.core.ledger import Account, Place, Record, Row
 from forebay.core.query import Node, pins, predicate
 from forebay.core.rollout import Status
-from forebay.core.staleness import EXPIRABLE, NO_FLOORS
 from forebay.errors import InvalidInput
-from forebay.storage.base import Holding, Listener, Operation, Reaped, Snapshot, Storage, Summary, TaskSummary
+from forebay.storage.base import Holding, Listener, Operation, Reaped, Snapshot, Storage, Summary
 from forebay.storage.idempotency import Kept, Returned
 from forebay.storage.local.engine import Engine
 from forebay.storage.local.table import Table
@@ -133,24 +132,12 @@ class LocalStorage(Storage):
         engine = self._engine
         names = engine.accounts if tasks is None else [name for name in tasks if name in engine.accounts]
         return Summary(
-            {task_name: self._task_summary(task_name) for task_name in names},
+            {task_name: engine.table.summary(task_name, copied(engine.accounts[task_name])) for task_name in names},
             engine.table.usage(),
             self._holdings() if holdings else (),
             engine.archive.saved_step,
+            engine.owners.living(),
         )
-
-    def _task_summary(self, task_name: str) -> TaskSummary:
-        table, account = self._engine.table, self._engine.accounts[task_name]
-        statuses = {status: n for status in Status if (n := table.count(task_name, status))}
-        fresh = statuses
-        floors = account.floors
-        if floors is not NO_FLOORS:
-            fresh = dict(statuses)
-            for status in EXPIRABLE:
-                if status in fresh:
-                    fresh[status] = table.count_fresh(task_name, status, floors)
-        places, tokens = (table.places(task_name, tokens=tokens) for tokens in (False, True))
-        return TaskSummary(copied(account), statuses, fresh, places, tokens)
 
     def _holdings(self) -> list[Holding]:
         now, table = self._engine.clock(), self._engine.table

@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from forebay.core.capacity import Usage
-from forebay.core.ledger import Place, Record, Row
+from forebay.core.ledger import Account, Place, Record, Row
 from forebay.core.query import Pins
 from forebay.core.rollout import Status
-from forebay.core.staleness import Floors
+from forebay.core.staleness import EXPIRABLE, NO_FLOORS, Floors
+from forebay.storage.base import TaskSummary
 
 
 class Table(ABC):
@@ -80,6 +81,18 @@ class Table(ABC):
     @abstractmethod
     def __len__(self) -> int:
         """Buffered rows of all tasks."""
+
+    def summary(self, task_name: str, account: Account) -> TaskSummary:
+        """The figures of a task."""
+        statuses = {status: n for status in Status if (n := self.count(task_name, status))}
+        fresh, floors = statuses, account.floors
+        if floors is not NO_FLOORS:
+            fresh = dict(statuses)
+            for status in EXPIRABLE:
+                if status in fresh:
+                    fresh[status] = self.count_fresh(task_name, status, floors)
+        places, tokens = (self.places(task_name, tokens=tokens) for tokens in (False, True))
+        return TaskSummary(account, statuses, fresh, places, tokens)
 
     def check(self) -> None:
         """Assert that every index and count is what the rows say."""

@@ -1,4 +1,4 @@
-"""The table `accounts`: the cursor, the clocks and the limits of each task.
+"""The table `accounts`: the cursor, the clocks, the limits and the plan of each task.
 
 The floors that follow from clock and limits (`Account.floors`) are stored with them, so that claims compare with them
 in SQL. The counts of a task are in `counters`.
@@ -16,13 +16,14 @@ from forebay.core.staleness import Limits
 from forebay.storage.postgres.columns import from_text, to_text
 from forebay.storage.postgres.step import Step
 
-_FIELDS = ("cursor", "source_state", "train_step", "model_step", "limits")
+_FIELDS = ("cursor", "source_state", "train_step", "model_step", "limits", "epoch", "plan", "plan_revision")
 ACCOUNT = ", ".join(f"a.{name}" for name in _FIELDS)
 """The columns that `read_account` reads, where `accounts` is called a."""
 
 _COLUMNS = (*_FIELDS, "floor_oldest", "floor_token")
 _WRITE = f"""
-INSERT INTO accounts (task_name, {", ".join(_COLUMNS)}) VALUES ($1, $2, $3, $4, $5, $6, $7, $8)
+INSERT INTO accounts (task_name, {", ".join(_COLUMNS)})
+VALUES ($1, {", ".join(f"${number}" for number, _ in enumerate(_COLUMNS, 2))})
 ON CONFLICT (task_name) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _COLUMNS)}"""
 
 _decode_limits = msgspec.json.Decoder(Limits).decode
@@ -36,6 +37,9 @@ def read_account(row: Any) -> Account:
         train_step=row["train_step"],
         model_step=row["model_step"],
         limits=_decode_limits(row["limits"] or "{}"),
+        epoch=row["epoch"] or 0,
+        plan=row["plan"],
+        plan_revision=row["plan_revision"] or 0,
     )
 
 
@@ -58,7 +62,7 @@ async def read(connection: Any, tasks: Collection[str] | None, *, lock: bool = F
 
 
 async def write(connection: Any, accounts: Mapping[str, Account]) -> None:
-    """Write cursors, clocks and limits."""
+    """Write cursors, clocks, limits and plans."""
     await connection.executemany(
         _WRITE,
         [
@@ -69,6 +73,9 @@ async def write(connection: Any, accounts: Mapping[str, Account]) -> None:
                 account.train_step,
                 account.model_step,
                 msgspec.json.encode(account.limits).decode(),
+                account.epoch,
+                account.plan,
+                account.plan_revision,
                 account.floors.oldest,
                 account.floors.token,
             )

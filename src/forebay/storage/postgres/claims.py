@@ -15,6 +15,8 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from forebay.codec.frame import encode_group
 from forebay.core.ledger import End, Event, Place, Record, Row, check_move, take_event
 from forebay.core.policy import ARRIVAL, CHOICE_ROWS, Order, checked_choice
@@ -137,6 +139,9 @@ async def claim(step: Step, claim: Claim, outlook: Outlook, *, waiting: bool) ->
         outlook = await look(step.connection, claim)
         if not outlook.is_worthwhile:
             return outlook.nothing()
+    if claim.share is not None:
+        left = {task: await reads.share_left(step.connection, claim.share, task) for task in claim.wants}
+        claim = replace(claim, wants={task: min(n, left[task]) for task, n in claim.wants.items()})
     chosen = await _choose(step, claim, waiting=waiting)
     if chosen is None:
         return None if step.settings.choose is None else outlook.nothing()  # a policy may choose fewer than there are

@@ -97,6 +97,19 @@ async def release(step: Step, *owners: str) -> dict[str, int]:
     return dict(Counter(record.task_name for record in records))
 
 
+async def write_plan(step: Step, task_name: str, content: bytes, *, revision: int) -> bool:
+    await accounts.ensure(step.connection, (task_name,))
+    written = await step.connection.fetchval(
+        "UPDATE accounts SET plan = $2, plan_revision = $3 + 1 WHERE task_name = $1 AND plan_revision = $3 RETURNING 1",
+        to_text(task_name),
+        content,
+        revision,
+    )
+    if written:
+        step.wake(task_name)
+    return bool(written)
+
+
 # --- the archive --------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,9 @@ IS_LATE = (
 )
 """Whether an owner (called o) is to be reaped: it was not yet, or holds groups again."""
 
+LIVES = "deadline IS NULL OR deadline > clock_timestamp()"
+"""Whether an owner has not missed its deadline."""
+
 RENEW = """
 INSERT INTO owners (owner, lease_s, deadline) VALUES ($1, $2, clock_timestamp() + make_interval(secs => $2))
 ON CONFLICT (owner) DO UPDATE SET lease_s = excluded.lease_s, deadline = excluded.deadline, reaped = false"""
@@ -37,9 +40,7 @@ async def register(step: Step, name: str, owner: str, settings: Settings, lease_
     await connection.execute("SELECT pg_advisory_xact_lock($1)", advisory_key(name, "settings"))
     stored = await connection.fetchval("SELECT settings FROM store")
     if stored != wanted:
-        if await connection.fetchval(
-            "SELECT EXISTS (SELECT FROM owners WHERE deadline IS NULL OR deadline > clock_timestamp())"
-        ):
+        if await connection.fetchval(f"SELECT EXISTS (SELECT FROM owners WHERE {LIVES})"):
             raise InvalidConfig(
                 f"the buffer {name!r} is open with {stored}, and cannot be opened with {wanted}; all buffers on one "
                 "storage need the same policy and limits"

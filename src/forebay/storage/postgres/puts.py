@@ -12,14 +12,14 @@ from typing import Any
 from forebay.codec.frame import encode_group
 from forebay.core.capacity import MAX_SIZES, Settings, check_room, response_size
 from forebay.core.ledger import Account, End, Event, Place, Record, Row, arrival_event, check_move, identify
-from forebay.core.rollout import group_status
+from forebay.core.rollout import Status, group_status
 from forebay.errors import CursorMoved, InvalidInput
-from forebay.storage.base import Arrival, Content
+from forebay.storage.base import Arrival, Content, Share
 from forebay.storage.idempotency import CALL
 from forebay.storage.payloads import Slices
 from forebay.storage.postgres import accounts
 from forebay.storage.postgres.columns import COLUMNS, RECORD, from_text, read_record, record_values, to_text
-from forebay.storage.postgres.reads import SIZES, USAGE, sizes_of, summary, usage_of
+from forebay.storage.postgres.reads import SIZES, USAGE, share_left, sizes_of, summary, usage_of
 from forebay.storage.postgres.step import NEW, NOW, Step
 from forebay.storage.rules import (
     StreamCheck,
@@ -126,9 +126,12 @@ async def issue(
     owner: str,
     cursor: int,
     source_state: bytes | None,
+    share: Share | None,
 ) -> list[Record]:
     """Write the prompts that fit as rows in flight, and advance the cursor."""
     connection, name = step.connection, to_text(task_name)
+    if share is not None:
+        contents = contents[: await share_left(connection, share, task_name)]
     arguments = (name, cursor, cursor + len(contents) - 1)
     while True:
         found = await connection.fetchrow(_BEFORE_ISSUE, *arguments)
@@ -216,6 +219,7 @@ async def put(
         issued_tokens, reset_tokens = arrival.tokens(0 if row is None else row.tokens)
         counters.add(task_name, "issued_tokens", issued_tokens)
         counters.add(task_name, "reset_tokens", reset_tokens)
+        counters.add(task_name, "failures", arrival.failed)
         step.wake(task_name)
         if row is None:
             counters.add(task_name, "issued", 1)
@@ -231,6 +235,7 @@ async def put(
                 ended[index] = ended_record(row, content)
                 step.end(ended[index], target, arrival.reason, before=row)
                 continue
+            counters.add(task_name, "completed", content.facts.status is Status.COMPLETED)
             record = returned_record(row, content, NEW, NEW)
             if frames.large:
                 step.drop_payload(row)

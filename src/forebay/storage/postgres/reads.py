@@ -21,12 +21,13 @@ from forebay.core.query import Node
 from forebay.core.rollout import Status
 from forebay.core.staleness import EXPIRABLE
 from forebay.errors import DamagedData, StorageUnavailable
-from forebay.storage.base import Holding, Snapshot, Summary, TaskSummary
+from forebay.storage import rules
+from forebay.storage.base import Holding, Share, Snapshot, Summary, TaskSummary
 from forebay.storage.payloads import in_slices, read_row
 from forebay.storage.postgres.accounts import ACCOUNT, read_account
 from forebay.storage.postgres.columns import RECORD, condition, from_text, read_record, to_text
 from forebay.storage.postgres.connections import LOST, READ, is_closed
-from forebay.storage.postgres.owners import IS_LATE
+from forebay.storage.postgres.owners import IS_LATE, LIVES
 from forebay.storage.postgres.step import BUFFERED, COUNTERS, NOW
 
 Found: TypeAlias = "tuple[Record, bytes | None]"
@@ -76,7 +77,7 @@ SELECT json_agg(json_build_array(task_name, place, owner, n, oldest, greatest(0,
 
 _SUMMARY = f"""
 SELECT s.saved_step, u.*, -h.last_value - h.is_called::int AS next_hand_id, ({_HOLDINGS}) AS holdings,
-    k.task_name, {_FIGURES},
+    (SELECT array_agg(owner ORDER BY owner) FROM owners WHERE {LIVES}) AS living, k.task_name, {_FIGURES},
     (SELECT json_object_agg(reason, n ORDER BY reason) FROM (
         SELECT reason, sum(groups)::bigint AS n FROM reasons WHERE task_name = k.task_name GROUP BY reason
     ) r WHERE n <> 0) AS reasons,
@@ -121,13 +122,15 @@ async def summary(connection: Any, tasks: Collection[str] | None, holdings: bool
         Holding(from_text(task_name), Place(place), from_text(owner), groups, oldest, age_s)
         for task_name, place, owner, groups, oldest, age_s in json.loads(first["holdings"] or "[]")
     ]
-    return Summary(found, usage_of(first), held, first["saved_step"]), first["used_buffered"]
+    living = [from_text(owner) for owner in first["living"] or ()]
+    return Summary(found, usage_of(first), held, first["saved_step"], living), first["used_buffered"]
 
 
 def _task_summary(row: Any) -> TaskSummary:
     account: Account = read_account(row)
     account.issued, account.issued_tokens = row["issued"], row["issued_tokens"]
     account.reset_tokens = row["reset_tokens"]
+    account.completed, account.failures = row["completed"], row["failures"]
     account.ended = {end: row[str(end)] for end in End if row[str(end)]}
     account.ended_tokens = {end: row[f"{end}_tokens"] for end in End if row[str(end)]}
     statuses = {status: n for status, column in BUFFERED.items() if (n := row[column])}
@@ -147,6 +150,14 @@ async def claimable(connection: Any, tasks: Collection[str]) -> tuple[dict[str, 
     rows = await connection.fetch(_CLAIMABLE, [to_text(task_name) for task_name in tasks])
     found = {from_text(row["task_name"]): _task_summary(row) for row in rows if row["known"]}
     return found, bool(rows) and rows[0]["late"]
+
+
+async def share_left(connection: Any, share: Share, task_name: str) -> int:
+    """How many groups of a task a share still allows to draw."""
+    found, _ = await claimable(connection, (task_name,))
+    left = rules.share_left(share, task_name, found.get(task_name) or TaskSummary())
+    assert left is not None
+    return left
 
 
 # --- rows ---------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """The tables of one buffer in PostgreSQL: one schema for each buffer name, created once, versioned.
 
 - `groups`: one row a group, metadata only. `payloads`: its codec frame, so that counting and choosing never read it.
-- `accounts`: the cursor, the clocks and the limits of each task; `floor_oldest` and `floor_token` follow from them,
-  so that claims compare with them in SQL.
+- `accounts`: the cursor, the clocks, the limits and the plan of each task; `floor_oldest` and `floor_token` follow
+  from clocks and limits, so that claims compare with them in SQL.
 - `counters`: what the ledger says, in shards: a transaction adds its changes to the shard of its connection, so that
   puts do not wait for one row; a reader adds the shards up. `reasons`: the same by reason. `sizes`: the same by the
   rounded size of responses, kept if there is a limit in bytes.
@@ -27,7 +27,7 @@ from forebay.errors import InvalidConfig
 from forebay.storage.postgres.columns import DEFINITIONS
 from forebay.storage.postgres.step import COUNTERS
 
-VERSION = 4
+VERSION = 5
 
 QUEUE = "(task_name || '/' || status)"
 """The queue that a buffered group waits in: groups of one queue are claimed in one order. It is one value, so that only
@@ -63,6 +63,9 @@ CREATE TABLE accounts (
     train_step bigint,
     model_step bigint,
     limits text NOT NULL DEFAULT '{{}}',
+    epoch bigint NOT NULL DEFAULT 0,
+    plan bytea,
+    plan_revision bigint NOT NULL DEFAULT 0,
     floor_oldest bigint,
     floor_token bigint
 ) WITH (fillfactor = 50);

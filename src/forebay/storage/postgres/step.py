@@ -29,6 +29,8 @@ COUNTERS = (
     "issued",
     "issued_tokens",
     "reset_tokens",
+    "completed",
+    "failures",
     "in_flight",
     "leased",
     *BUFFERED.values(),
@@ -75,7 +77,7 @@ class Counters:
 
     def restore(self, task_name: str, account: Account) -> None:
         """Add everything that an account has counted."""
-        for column in ("issued", "issued_tokens", "reset_tokens"):
+        for column in ("issued", "issued_tokens", "reset_tokens", "completed", "failures"):
             self.add(task_name, column, getattr(account, column))
         self._ends[task_name] = account
         for size, groups in account.sizes.items():

@@ -22,7 +22,7 @@ from forebay.core.capacity import Settings
 from forebay.core.ledger import Account, Clock, GroupEnd, Record, Row
 from forebay.core.query import Node
 from forebay.core.rollout import Status
-from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, LostLease, NoRoom
+from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, EpochMoved, LostLease, NoRoom
 from forebay.storage.base import (
     Arrival,
     Claim,
@@ -32,6 +32,7 @@ from forebay.storage.base import (
     Operation,
     Reaped,
     Rows,
+    Share,
     Snapshot,
     Storage,
     Summary,
@@ -55,7 +56,7 @@ _LOOK_AGAIN_S = 0.5
 _DISCARD_GROUPS = 256
 """Groups that one transaction of a discard ends."""
 
-_REFUSALS = (CursorMoved, DuplicateGroup, LostLease, NoRoom)
+_REFUSALS = (CursorMoved, DuplicateGroup, EpochMoved, LostLease, NoRoom)
 
 
 class PostgresStorage(Storage, CallMemory):
@@ -247,16 +248,23 @@ class PostgresStorage(Storage, CallMemory):
     # --- arriving -----------------------------------------------------------------------------------
 
     async def issue(
-        self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
+        self,
+        task_name: str,
+        contents: Sequence[Content],
+        *,
+        owner: str,
+        cursor: int,
+        source_state: bytes | None = None,
+        share: Share | None = None,
     ) -> list[Record]:
         self._check_owner(owner)
         frames = puts.Frames(contents)
         records = await self._step(
             lambda step: puts.issue(
-                step, task_name, contents, frames, owner=owner, cursor=cursor, source_state=source_state
+                step, task_name, contents, frames, owner=owner, cursor=cursor, source_state=source_state, share=share
             ),
             "issue",
-            lock=self._room if puts.is_bounded(self._connections.settings) else None,
+            lock=self._room if share is not None or puts.is_bounded(self._connections.settings) else None,
         )
         if owner in self._closed:  # closed meanwhile
             await self.release(owner)
@@ -265,7 +273,7 @@ class PostgresStorage(Storage, CallMemory):
 
     @property
     def _room(self) -> int:
-        """The lock of steps that check the capacity: they run one after the other."""
+        """The lock of steps that check the capacity, or a share: they run one after the other."""
         return advisory_key(self.name, "room")
 
     async def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
@@ -311,6 +319,7 @@ class PostgresStorage(Storage, CallMemory):
         settings, waiting = self._connections.settings, False
         # Claims by a user's policy look at the same groups: they run one after the other.
         lock = None if settings.choose is None else advisory_key(self.name, "choose")
+        lock = lock if claim.share is None else self._room  # draws ask no policy
         while True:
             await self._connections.resolve_doubts()  # they may hold the groups that are wanted
             async with self._connections.lend() as connection:

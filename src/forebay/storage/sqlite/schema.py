@@ -24,7 +24,7 @@ from forebay.core.ledger import Place, Record
 from forebay.core.rollout import Group, Status
 from forebay.errors import DamagedData, InvalidConfig, StorageError, UnreadableData
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 APPLICATION_ID = 0x46424159  # "FBAY"
 
 COLUMNS = Record.__struct_fields__

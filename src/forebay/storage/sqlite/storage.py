@@ -31,7 +31,7 @@ from forebay.core.aio import in_thread, see_through
 from forebay.core.capacity import Settings
 from forebay.core.ledger import Account, Place, Record, Row, identify
 from forebay.errors import BufferClosed, DamagedData, InvalidConfig, InvalidInput, StorageError
-from forebay.storage.base import Arrival, Claim, Claimed, Content, Revision, Rows, Snapshot
+from forebay.storage.base import Arrival, Claim, Claimed, Content, Revision, Rows, Share, Snapshot
 from forebay.storage.idempotency import (
     CALL,
     Answered,
@@ -300,11 +300,20 @@ class SQLiteStorage(LocalStorage, CallMemory):
         return [replace(content, frame=frame) for content, frame in zip(contents, frames, strict=True)]
 
     async def issue(
-        self, task_name: str, contents: Sequence[Content], *, owner: str, cursor: int, source_state: bytes | None = None
+        self,
+        task_name: str,
+        contents: Sequence[Content],
+        *,
+        owner: str,
+        cursor: int,
+        source_state: bytes | None = None,
+        share: Share | None = None,
     ) -> list[Record]:
         framed = await self._framed(contents)
         self._check_not_restoring()
-        records = await super().issue(task_name, framed, owner=owner, cursor=cursor, source_state=source_state)
+        records = await super().issue(
+            task_name, framed, owner=owner, cursor=cursor, source_state=source_state, share=share
+        )
         for content, record in zip(contents, records, strict=False):
             identify(content.group, task_name, record.group_id)
         return records

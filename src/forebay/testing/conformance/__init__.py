@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from forebay.testing.conformance.leasing import Leasing
 from forebay.testing.conformance.looking import Looking
+from forebay.testing.conformance.sharing import Sharing
 from forebay.testing.conformance.storing import Storing
 
 __all__ = ["StorageConformance"]
 
 
-class StorageConformance(Storing, Leasing, Looking):
+class StorageConformance(Storing, Leasing, Looking, Sharing):
     """Inherit from it, say how to make a storage, and let pytest run it."""

@@ -1,0 +1,374 @@
+"""A run: what all processes that produce or train the same tasks on one store agree on.
+
+The agreement (`Agreed`) is stored with the account of the first task (`Account.plan`) and changed by compare-and-set,
+so that a change of one process is never lost to a change of another. It has the plan of steps, the weights that
+generate, whether producing is paused and in which epoch, and the members: the owners that produce or train. Groups are
+not part of it: how many exist is read from the ledger, and a producer takes its share of the missing ones when it
+draws.
+
+An epoch begins with every pause and every resume. Draws name the epoch that their producer follows, and the storage
+refuses those of an earlier one, so a producer that missed a pause cannot begin a group with the wrong weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from typing import Any, TypeVar
+
+import msgspec
+
+from forebay.buffer.internal import Internals
+from forebay.core.ledger import Account, Clock
+from forebay.core.staleness import Limits
+from forebay.errors import DamagedData, InvalidConfig, WaitTimeout
+from forebay.manager.schedule import ProduceProgress
+from forebay.produce.strategy import Among
+from forebay.storage.base import Summary
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class TaskTerms(msgspec.Struct, frozen=True):
+    """The settings of a task that all members must share."""
+
+    weight: float
+    group_size: int
+    limits: Limits
+
+
+class Terms(msgspec.Struct, frozen=True):
+    """The settings of a run that all members must share. `batch_size` None: not known yet."""
+
+    tasks: dict[str, TaskTerms]
+    sync_weights_interval: int
+    version: str
+    batch_size: int | None = None
+
+    def differences(self, other: Terms) -> list[str]:
+        """What is different in another member's terms, as lines for people: theirs, then ours."""
+        mine, theirs = (msgspec.to_builtins(terms) for terms in (self, other))
+        named = sorted(mine["tasks"].keys() | theirs["tasks"].keys())
+        found = []
+        for name in named:
+            one, two = mine["tasks"].get(name), theirs["tasks"].get(name)
+            if one is None or two is None:
+                found.append(f"task {name!r} is {'missing here' if one is None else 'only here'}")
+            else:
+                found += [
+                    f"{key} of task {name!r} is {two[key]} there, {one[key]} here"
+                    for key in one
+                    if one[key] != two[key]
+                ]
+        for key in ("sync_weights_interval", "version", "batch_size"):
+            if mine[key] != theirs[key] and None not in (mine[key], theirs[key]):
+                found.append(f"{key} is {theirs[key]} there, {mine[key]} here")
+        return found
+
+
+class Member(msgspec.Struct):
+    """An owner that takes part. `followed`: the last epoch whose pause it has seen; `idle`: that it has completed."""
+
+    produces: bool = False
+    trains: bool = False
+    followed: int = 0
+    idle: int = 0
+    failure: str | None = None
+
+
+class Agreed(msgspec.Struct):
+    """What the members of a run agree on. `begun`: a trainer has said which weights generate, or asked for a batch."""
+
+    terms: Terms
+    progress: dict[str, Any]
+    members: dict[str, Member] = {}
+    epoch: int = 0
+    paused: bool = False
+    begun: bool = False
+    model_step: int = 0
+
+    def producers(self, owners: Collection[str]) -> dict[str, Member]:
+        """The members that produce and are alive."""
+        return {owner: member for owner, member in self.members.items() if member.produces and owner in owners}
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(Agreed)
+
+
+def decode(plan: bytes) -> Agreed:
+    """What a plan says; DamagedData if it cannot be read."""
+    try:
+        return _decoder.decode(plan)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise DamagedData(f"the plan of a run cannot be read: {error}; begin with a new store") from None
+
+
+class Run(Among):
+    """One member's view of a run, and its way to change it."""
+
+    lead: str
+    """The task whose account has the plan."""
+
+    def __init__(self, internals: Internals, terms: Terms) -> None:
+        self.lead = min(terms.tasks)
+        self.terms = terms
+        self.owners: Collection[str] = ()  # that were alive when the storage was last read
+        self.on_change: Callable[[], None] = lambda: None
+        self.agreed = Agreed(terms, self._new_progress().dump())
+        self.progress = self._new_progress()
+        self._internals = internals
+        self._revision = -1
+        internals.on_summary.append(self._see)
+
+    @property
+    def owner(self) -> str:
+        return self._internals.session.owner
+
+    @property
+    def member(self) -> Member | None:
+        """This process, if it has joined."""
+        return self.agreed.members.get(self.owner)
+
+    def _new_progress(self) -> ProduceProgress:
+        return ProduceProgress({name: task.weight for name, task in self.terms.tasks.items()})
+
+    # --- reading --------------------------------------------------------------------------------------
+
+    def _see(self, summary: Summary) -> None:
+        """Take over a plan that another member has written."""
+        self.owners = summary.owners
+        if self.lead in summary.tasks:
+            account = summary.tasks[self.lead].account
+            if account.plan_revision > self._revision:
+                self._adopt(account)
+
+    def _adopt(self, account: Account) -> None:
+        self._revision = account.plan_revision
+        agreed = None if account.plan is None else decode(account.plan)
+        if agreed is None or agreed.terms.tasks.keys() != self.terms.tasks.keys():
+            self.agreed = Agreed(self.terms, self._new_progress().dump(), epoch=account.epoch)
+        else:
+            self.agreed = agreed
+        self.progress = self._progress_of(self.agreed)
+        self.on_change()
+
+    def _progress_of(self, agreed: Agreed) -> ProduceProgress:
+        progress = self._new_progress()
+        progress.load(agreed.progress)
+        return progress
+
+    async def read(self) -> Summary:
+        """Read the storage, and with it the plan."""
+        return await self._internals.summary(self.terms.tasks)
+
+    def share(self, wanted: int) -> int:
+        """An equal part for each living producer."""
+        producers = len(self.agreed.producers(self.owners)) or 1
+        return -(-wanted // producers)
+
+    def follows(self, epoch: int) -> bool:
+        """Whether this member has followed the plan into an epoch."""
+        return epoch == self.agreed.epoch and not self.agreed.paused
+
+    # --- changing -------------------------------------------------------------------------------------
+
+    async def change(self, edit: Callable[[Agreed, ProduceProgress], T]) -> T:
+        """Change the plan. `edit` is repeated if another member changed it meanwhile; if it raises, nothing changes."""
+        if self._revision < 0:
+            await self.read()
+            self._revision = max(self._revision, 0)  # the storage does not know the task yet
+        while True:
+            before = _encode(self.agreed)
+            agreed = decode(before)
+            progress = self._progress_of(agreed)
+            result = edit(agreed, progress)
+            agreed.progress = progress.dump()
+            after = _encode(agreed)
+            revision = self._revision
+            if after == before and revision:
+                return result
+            if await self._internals.write_plan(self.lead, after, revision=revision):
+                if revision >= self._revision:
+                    self._revision = revision + 1
+                    self.agreed, self.progress = agreed, progress
+                    self.on_change()
+                return result
+            await self.read()
+
+    async def join(self, terms: Terms, *, trains: bool = False, produces: bool = False) -> None:
+        """Take part; InvalidConfig, with the difference, if living members have other terms, or another one trains.
+
+        A trainer that has died counts as living until its lease ends: it is waited for that long.
+        """
+        summary = await self.read()
+        await self._check_tasks(summary)
+        if trains:
+            await self._only_trainer()
+
+        def edit(agreed: Agreed, progress: ProduceProgress) -> None:
+            others = {
+                owner: each for owner, each in agreed.members.items() if owner != self.owner and owner in self.owners
+            }
+            if (found := terms.differences(agreed.terms)) and others:
+                raise InvalidConfig(
+                    f"this process has other settings than the run of {', '.join(sorted(others))} on this store: "
+                    f"{'; '.join(found)}; use the same configuration in every process, or a store for each run"
+                )
+            if trains and (other := [owner for owner, each in others.items() if each.trains]):
+                raise InvalidConfig(
+                    f"{other[0]} already trains {', '.join(map(repr, agreed.terms.tasks))} on this store; one trainer "
+                    "leases batches, and other ranks get their shards from it"
+                )
+            mine = agreed.members.get(self.owner)
+            if mine is None and not others:  # the run before is over
+                progress.load(self._new_progress().dump())
+                agreed.begun, agreed.paused, agreed.model_step = False, False, 0
+            mine = mine or Member()
+            if terms.batch_size is not None or not others:
+                batch_size = agreed.terms.batch_size if terms.batch_size is None else terms.batch_size
+                agreed.terms = msgspec.structs.replace(terms, batch_size=batch_size)
+            agreed.members = others | {
+                self.owner: Member(
+                    produces=mine.produces or produces,
+                    trains=mine.trains or trains,
+                    followed=mine.followed,
+                    idle=mine.idle,
+                )
+            }
+            if terms.batch_size is not None:
+                progress.change_batch_size(terms.batch_size)
+            agreed.begun = agreed.begun or trains
+
+        await self.change(edit)
+        for name in self.terms.tasks:
+            account = summary.task(name).account
+            if name != self.lead and (
+                account.plan is None or decode(account.plan).terms.tasks.keys() != terms.tasks.keys()
+            ):
+                await self._internals.write_plan(name, _encode(self.agreed), revision=account.plan_revision)
+
+    async def _check_tasks(self, summary: Summary) -> None:
+        """InvalidConfig if a task belongs to a living run of other tasks."""
+        for name in self.terms.tasks:
+            plan = summary.task(name).account.plan
+            run = None if plan is None else decode(plan)
+            if run is not None and name != (lead := min(run.terms.tasks)):  # that of the lead has the members
+                plan = (await self._internals.summary((lead,))).task(lead).account.plan
+                run = None if plan is None else decode(plan)
+            if run is None or name not in run.terms.tasks or run.terms.tasks.keys() == self.terms.tasks.keys():
+                continue
+            living = sorted(owner for owner in run.members if owner in summary.owners and owner != self.owner)
+            if living:
+                raise InvalidConfig(
+                    f"task {name!r} belongs to a run of the tasks {', '.join(run.terms.tasks)} by {', '.join(living)}; "
+                    f"this process has the tasks {', '.join(self.terms.tasks)}; give every process the same tasks"
+                )
+
+    async def _only_trainer(self) -> None:
+        """Wait for a trainer that may have died to lose its lease."""
+
+        async def attempt() -> bool | None:
+            await self.read()
+            others = [owner for owner, each in self.agreed.members.items() if each.trains and owner in self.owners]
+            return None if any(owner != self.owner for owner in others) else True
+
+        lease_s = self._internals.session.lease_s
+        try:
+            await self._internals.until(attempt, "the trainer before to end", (self.lead,), timeout_s=lease_s or 0.0)
+        except WaitTimeout:
+            return  # it is alive; joining says so
+
+    async def leave(self, *, failure: BaseException | None = None, produces_only: bool = False) -> None:
+        """Stop taking part, or stop producing, with the reason if it failed."""
+
+        def edit(agreed: Agreed, progress: ProduceProgress) -> None:
+            member = agreed.members.get(self.owner)
+            if member is None:
+                return
+            if not produces_only:
+                del agreed.members[self.owner]
+                return
+            member.produces = False
+            member.failure = None if failure is None else f"{type(failure).__name__}: {failure}"
+
+        await self.change(edit)
+
+    # --- epochs ---------------------------------------------------------------------------------------
+
+    async def begin_epoch(self, edit: Callable[[Agreed, ProduceProgress], None]) -> int:
+        """Begin an epoch: draws of all earlier ones are refused from now on. `edit` changes the plan with it."""
+        summary = await self.read()
+        epoch = 1 + max([self.agreed.epoch, *[summary.task(name).account.epoch for name in self.terms.tasks]])
+        await self._internals.advance(dict.fromkeys(self.terms.tasks, Clock(epoch=epoch)))
+
+        def begin(agreed: Agreed, progress: ProduceProgress) -> None:
+            agreed.epoch = max(epoch, agreed.epoch)
+            edit(agreed, progress)
+
+        await self.change(begin)
+        return epoch
+
+    async def until_idle(self, epoch: int, patience_s: float) -> None:
+        """Wait until every other living producer has confirmed the pause of this epoch.
+
+        One that does not even see it within `lease_s`, or does not complete it within `patience_s` more, has hung: it
+        is removed from the run, and its groups go back.
+        """
+        lease_s = self._internals.session.lease_s
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        while True:
+            late = await self._until_idle(epoch, None if lease_s is None else began + lease_s - clock())
+            if not late:
+                return
+            gone = {owner: each for owner, each in late.items() if each.followed < epoch}
+            if not gone and lease_s is not None:
+                gone = late = await self._until_idle(epoch, began + lease_s + patience_s - clock())
+            for owner in gone:
+                await self.remove(owner)
+                log.warning("producer_removed owner=%s epoch=%d: it did not follow a pause", owner, epoch)
+            if not late:
+                return
+
+    async def _until_idle(self, epoch: int, timeout_s: float | None) -> dict[str, Member]:
+        """Wait for the producers; those that are late."""
+        late: dict[str, Member] = {}
+
+        async def attempt() -> bool | None:
+            nonlocal late
+            await self.read()
+            producers = self.agreed.producers(self.owners)
+            late = {owner: each for owner, each in producers.items() if owner != self.owner and each.idle < epoch}
+            return True if not late or self.agreed.epoch > epoch else None
+
+        try:
+            what = f"all producers to confirm pause {epoch}"
+            await self._internals.until(
+                attempt, what, (self.lead,), timeout_s=None if timeout_s is None else max(0.0, timeout_s)
+            )
+        except WaitTimeout:
+            return late
+        return {}
+
+    async def others(self) -> list[str]:
+        """The other living members."""
+        await self.read()
+        return [owner for owner in self.agreed.members if owner != self.owner and owner in self.owners]
+
+    async def remove_others(self) -> None:
+        """Take all others out of the run; living producers join again."""
+        for owner in [owner for owner in self.agreed.members if owner != self.owner]:
+            await self.remove(owner)
+
+    async def remove(self, owner: str) -> None:
+        """Take an owner out of the run, and give its groups back: it can no longer return them."""
+
+        def edit(agreed: Agreed, progress: ProduceProgress) -> None:
+            agreed.members.pop(owner, None)
+
+        await self.change(edit)
+        await self._internals.release(owner)
