@@ -13,6 +13,7 @@ import os
 import random
 from collections.abc import AsyncIterable, Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,21 +22,27 @@ from forebay import (
     AsyncProduceStrategy,
     Budgets,
     DisaggregatedAgentLoopManager,
+    InvalidConfig,
+    InvalidInput,
     MemoryStorage,
     NoProgress,
     ProduceBatchResult,
+    ProducerStopped,
     ProduceStatus,
     ReplayBuffer,
+    RolloutState,
     Sampler,
     StalenessReplayPolicy,
     Task,
     Timeouts,
+    WaitTimeout,
 )
 from forebay.core.ledger import Account, Row
 from forebay.core.staleness import group_staleness
 from forebay.errors import StorageError
 from forebay.storage.base import Listener, Operation, Reaped, Snapshot, Storage
 from forebay.testing.simulate import LongTail, SimulatedEngine, check_ledger, check_nothing_lost, run
+from tests.test_strategy import simulated
 
 RUNS, SLOW_RUNS, BATCH, LEASE_S = 200, 2_000, 4, 30.0
 
@@ -93,9 +100,7 @@ class Process:
 
     def __init__(self, storage: MemoryStorage, seed: int = 0, **options: Any) -> None:
         self.link = Link(storage)
-        self.buffer = ReplayBuffer(
-            StalenessReplayPolicy(), self.link, lease_s=LEASE_S, max_groups=options.get("max_groups", 64)
-        )
+        self.buffer = ReplayBuffer(StalenessReplayPolicy(), self.link, lease_s=LEASE_S, max_groups=64)
         self.engine = SimulatedEngine(
             seed=seed,
             lengths=options.get("lengths", LongTail(median=10, long_share=0.2, long_factor=5, max_tokens=100)),
@@ -106,11 +111,17 @@ class Process:
             enable_partial_rollout=True,
             max_staleness=options.get("max_staleness", 2),
             timeouts=Timeouts(pause_timeout_s=5, idle_timeout_s=5),
-            budgets=Budgets(max_consecutive_failures=1_000),
+            budgets=Budgets(max_consecutive_failures=options.get("max_failures", 1_000)),
             progress=NoProgress(),
         )
-        sampler = Sampler([{"prompt": f"{n}"} for n in range(options.get("prompts", 23))], prompt_repeat_k=2)
-        self.task = Task(name="math", sampler=sampler, agent_loop=self.engine, strategy=strategy)
+        prompts = [{"prompt": f"{n}"} for n in range(23)]
+        self.task = Task(
+            name=options.get("task", "math"),
+            sampler=Sampler(prompts, prompt_repeat_k=options.get("group_size", 2)),
+            agent_loop=self.engine,
+            strategy=strategy,
+            weight=options.get("weight", 1.0),
+        )
         self.manager = DisaggregatedAgentLoopManager(self.task, self.buffer)
         self.beating = asyncio.create_task(self._beat())
         self.producing: asyncio.Task[None] | None = None
@@ -159,7 +170,7 @@ class Cluster:
         self.trainer = Process(self.storage, number, **self.options)
         self.producers = [Process(self.storage, number * 10 + n, **self.options).produce() for n in range(3)]
         self.trained: list[int] = []
-        self.most_live = 0
+        self.lost = 0  # groups that killed producers held
 
     @property
     def processes(self) -> list[Process]:
@@ -167,6 +178,8 @@ class Cluster:
 
     async def replace(self, index: int) -> None:
         """Kill a producer; another one takes its place some time later."""
+        holdings = (await self.storage.summary(holdings=True)).holdings
+        self.lost += sum(each.groups for each in holdings if each.owner == self.producers[index].buffer.owner)
         await self.producers[index].kill()
         await asyncio.sleep(self.chance.choice((0.0, 5.0, 2 * LEASE_S)))
         process = Process(self.storage, self.chance.randrange(10**6), **self.options)
@@ -198,7 +211,7 @@ class Cluster:
             live = line["issued"] - line["trained"] - line["filtered"] - line["failed"] - line["discarded"]
             bound = self.trainer.manager.bound - self.trainer.manager.next_train_step + 1
             budget = self.trainer.task.strategy.settings.over_issue(BATCH)
-            assert live <= bound * BATCH + budget, f"{live} groups for {bound} steps"
+            assert live <= bound * BATCH + budget + self.lost, f"{live} groups for {bound} steps"
 
     async def train(self, steps: int) -> None:
         killing: list[asyncio.Task[None]] = []
@@ -234,10 +247,232 @@ def test_g01_g03_g06_three_producers_share_the_work_of_a_run_and_lose_nothing(ru
     for number in range(runs) if chosen is None else [int(chosen)]:
 
         async def main(number: int = number) -> None:
-            await Cluster(number).train(steps=12)
+            await Cluster(number).train(steps=5)
 
         try:
             run(main, seed=number)
         except BaseException as error:
             error.add_note(f"FOREBAY_RUN={number} python -m pytest tests/simulation/test_processes.py")
             raise
+
+
+async def begun(**options: Any) -> tuple[MemoryStorage, Process, list[Process]]:
+    """A run of a trainer and three producers that has trained one step."""
+    storage = MemoryStorage(clock=asyncio.get_running_loop().time)
+    trainer = Process(storage, 1, **options)
+    producers = [Process(storage, n, **options).produce() for n in range(2, 5)]
+    async with trainer.manager.get_batch(BATCH, 1, timeout_s=100):
+        pass
+    return storage, trainer, producers
+
+
+async def ended(*processes: Process) -> None:
+    for process in processes:
+        await process.stop()
+
+
+SLOW = LongTail(median=5_000, max_tokens=6_000)
+
+
+@simulated
+async def test_a_pause_waits_no_longer_than_a_lease_for_a_hung_and_a_dead_producer() -> None:
+    storage, trainer, producers = await begun()
+    hung, dead, alive = producers
+    async with trainer.manager.get_batch(BATCH, 2, timeout_s=100):
+        pass
+    hung.link.answers.clear()  # its event loop hangs, and its heartbeats continue
+    await dead.kill()
+    now = asyncio.get_running_loop().time
+    began = now()
+    await trainer.manager.pause_produce()
+    assert now() - began <= LEASE_S + 5
+    assert alive.manager.run.member is not None
+    summary = (await storage.summary(("math",))).task("math")
+    assert summary.in_flight == 0, "no producer has a group of the weights before"
+    for process in (trainer, hung, alive):
+        process.engine.set_weights(2)
+    await trainer.manager.continue_produce(2)
+    hung.link.answers.set()  # it finds that it was removed, drops what it has, and joins again
+    for step in range(3, 8):
+        async with trainer.manager.get_batch(BATCH, step, timeout_s=1_000) as batch:
+            assert all(version in (0, 2) for group in batch.groups for version in versions(group))
+        await trainer.manager.pause_produce()
+        await trainer.manager.continue_produce(2)
+    assert hung.buffer.owner in trainer.manager.run.agreed.members
+    await ended(trainer, hung, alive)
+
+
+def versions(group: list[RolloutState]) -> set[int]:
+    return {version for state in group for version, _ in state.version_spans}
+
+
+@simulated
+async def test_nothing_is_drawn_between_a_pause_and_its_continue() -> None:
+    storage, trainer, producers = await begun()
+    await trainer.manager.pause_produce()
+    before = (await storage.summary()).task("math").line()
+    assert before["in_flight"] == 0
+    await asyncio.sleep(500)
+    assert (await storage.summary()).task("math").line() == before
+    await trainer.manager.continue_produce(1)
+    async with trainer.manager.get_batch(BATCH, 2, timeout_s=100):
+        pass
+    await ended(trainer, *producers)
+
+
+@simulated
+async def test_producers_wait_for_the_trainer_to_begin() -> None:
+    storage = MemoryStorage(clock=asyncio.get_running_loop().time)
+    producer = Process(storage).produce()
+    await asyncio.sleep(100)
+    assert "a trainer to begin the run" in await producer.manager.explain_wait()
+    trainer = Process(storage, 1)
+    await trainer.manager.continue_produce(7)
+    producer.engine.set_weights(7)
+    async with trainer.manager.get_batch(BATCH, 8, timeout_s=100) as batch:
+        assert {version for group in batch.groups for version in versions(group)} == {7}
+    await ended(trainer, producer)
+
+
+@simulated
+async def test_g11_a_trainer_without_producers_waits_and_says_so() -> None:
+    storage = MemoryStorage(clock=asyncio.get_running_loop().time)
+    trainer = Process(storage)
+    with pytest.raises(WaitTimeout, match="no producer takes part"):
+        await trainer.manager.get_batch(BATCH, 1, timeout_s=100)
+    producer = Process(storage, 1, lengths=SLOW).produce()
+    with pytest.raises(WaitTimeout) as late:
+        await trainer.manager.get_batch(BATCH, 1, timeout_s=1)
+    assert f"held by {producer.buffer.owner}" in str(late.value)
+    await ended(trainer, producer)
+
+
+@simulated
+async def test_no_producer_takes_more_than_its_part_of_a_step() -> None:
+    storage, trainer, producers = await begun(lengths=SLOW)
+    taken = 0
+    async with trainer.manager.get_batch(BATCH, 2, timeout_s=10_000):
+        for _ in range(200):
+            await asyncio.sleep(1)
+            held = [
+                each.groups for each in (await storage.summary(holdings=True)).holdings if each.place == "in_flight"
+            ]
+            assert max(held, default=0) <= -(-BATCH // len(producers))
+            taken = max(taken, sum(held))
+    assert taken == BATCH
+    await ended(trainer, *producers)
+
+
+@simulated
+async def test_the_failure_of_every_producer_reaches_the_trainer() -> None:
+    _, trainer, producers = await begun(max_failures=3)
+    for process in producers:
+        process.engine.failure_rate = 1.0
+
+    async def train() -> None:
+        for step in range(2, 30):
+            async with trainer.manager.get_batch(BATCH, step, timeout_s=10_000):
+                pass
+            await trainer.manager.continue_produce(step)
+
+    with pytest.raises(ProducerStopped, match="every producer has stopped"):
+        await train()
+    await ended(trainer, *producers)
+
+
+# --- who may take part ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "difference"),
+    [
+        ({"max_staleness": 1}, r"limits of task 'math' is .*stale_threshold': 3.* there, .*stale_threshold': 2.* here"),
+        ({"group_size": 3}, "group_size of task 'math' is 2 there, 3 here"),
+        ({"weight": 2.0}, "weight of task 'math' is 1.0 there, 2.0 here"),
+        ({"batch_size": 5}, "batch_size is 4 there, 5 here"),
+        ({"task": "code"}, None),
+    ],
+)
+def test_a_producer_with_other_settings_is_refused_with_the_difference(
+    options: dict[str, Any], difference: str | None
+) -> None:
+    @simulated
+    async def main() -> None:
+        storage, trainer, producers = await begun()
+        other = Process(storage, 9, **options)
+        producing = other.manager.produce_loop(options.get("batch_size", BATCH))
+        if difference is None:  # another task is another run
+            task = asyncio.create_task(producing)
+            await asyncio.sleep(1)
+            assert not task.done()
+            task.cancel()
+            await asyncio.wait((task,))
+        else:
+            with pytest.raises(InvalidConfig, match=difference):
+                await producing
+        async with trainer.manager.get_batch(BATCH, 2, timeout_s=100):
+            pass
+        await ended(trainer, other, *producers)
+
+    main()
+
+
+@simulated
+async def test_clocks_never_go_back() -> None:
+    _, trainer, producers = await begun()
+    await trainer.manager.pause_produce()
+    await trainer.manager.continue_produce(1)
+    with pytest.raises(InvalidInput, match="those of step 1 were already used"):
+        await trainer.manager.continue_produce(0)
+    with pytest.raises(InvalidInput, match="train step 1 was already acknowledged"):
+        await trainer.manager.get_batch(BATCH, 1)
+    await ended(trainer, *producers)
+
+
+@simulated
+async def test_one_trainer_at_a_time_and_the_next_one_when_it_is_dead() -> None:
+    storage, trainer, producers = await begun()
+    second = Process(storage, 8)
+    with pytest.raises(InvalidConfig, match=f"{trainer.buffer.owner} already trains 'math'"):
+        await second.manager.get_batch(BATCH, 2)
+    await trainer.kill()
+    now = asyncio.get_running_loop().time
+    began = now()
+    third = Process(storage, 8)
+    async with third.manager.get_batch(BATCH, 2, timeout_s=10_000):
+        assert now() - began <= LEASE_S + 5
+    await ended(second, third, *producers)
+
+
+def test_g04_a_resume_fences_the_producers_of_the_run_before(tmp_path: Path) -> None:
+    @simulated
+    async def main() -> None:
+        storage = MemoryStorage(clock=asyncio.get_running_loop().time)
+        first = Process(storage, 1)
+        producers = [Process(storage, n).produce() for n in range(2, 5)]
+        for step in (1, 2):
+            async with first.manager.get_batch(BATCH, step, timeout_s=100):
+                pass
+            await first.manager.pause_produce()
+            await first.manager.continue_produce(step)
+        await first.manager.save(tmp_path / "checkpoint", 2)
+        late = producers[0]
+        late.link.answers.clear()  # it misses all that follows
+        store = MemoryStorage(clock=asyncio.get_running_loop().time)
+        await first.stop()
+        again = Process(store, 1)
+        for process in producers[1:]:
+            await process.stop()
+        assert await again.manager.resume(tmp_path / "checkpoint") == 2
+        newcomers = [Process(store, n).produce() for n in range(5, 8)]
+        await asyncio.sleep(100)
+        assert (await store.summary()).task("math").in_flight == 0, "nothing is generated before continue_produce"
+        await again.manager.continue_produce(2)
+        for process in newcomers:
+            process.engine.set_weights(2)
+        async with again.manager.get_batch(BATCH, 3, timeout_s=100):
+            pass
+        late.link.answers.set()
+        await ended(again, late, *newcomers)
+
+    main()

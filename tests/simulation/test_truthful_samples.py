@@ -173,7 +173,8 @@ class Engine:
     def begin(self, state: RolloutState) -> Dialogue:
         """The dialogue that a sample continues. The sample must be as issued, or as its last attempt left it."""
         rollout, given = state.rollout_id or 0, view(state)
-        before = self.left.get(rollout, [])[0 if rollout in self.unsure else -1 :]
+        unsure = rollout in self.unsure
+        before = self.left.get(rollout, [])[0 if unsure else -1 :]
         self.unsure.discard(rollout)
         issued = issued_prompt(state.group_id or 0)
         rest = (state.status, state.finish_reason, state.reward, state.error_msg)
@@ -182,6 +183,8 @@ class Engine:
             self.seen["begun again"] += bool(before)
             return Dialogue(issued, self.chance.choice((1, 1, 2, 3)))
         match = [dialogue for dialogue in before if given["versions"] and view(dialogue.said) == given]
+        if unsure:  # an attempt that ended without a new token left what the one before it had left
+            match = [dialogue for dialogue in match if not dialogue.final] or match
         wanted = before[-1].said if before and given["versions"] else issued
         self.expect(match, f"rollout {rollout} is not as issued or left: {difference(given, view(wanted))}")
         self.expect(not match[-1].final, f"rollout {rollout} is complete, and is generated again")

@@ -49,6 +49,7 @@ class DisaggregatedAgentLoopManager(Manager):
     """
 
     _pauses_on_resume = True
+    _pauses_on_resume = True
     producer_state = ProducerState.RUNNING
     _loop_running: asyncio.Future[None] | None = None
     _batch_size: int | None = None  # of the producer
@@ -366,12 +367,20 @@ class DisaggregatedAgentLoopManager(Manager):
         return flat
 
     def _describe(self) -> str:
+        elsewhere = sorted(owner for owner in self.run.agreed.producers(self.run.owners) if owner != self.run.owner)
         if self._failure is not None:
             producer = f"failed: {self._failure}"
-        elif self._loop_running is None:
-            producer = "not running (produce_loop was not started, or has ended)"
-        else:
+        elif self._loop_running is not None:
             producer = str(self.producer_state)
+        elif elsewhere:
+            producer = "not running here"
+        elif self._internals.shared:
+            producer = "not running: no producer takes part in the run (start one with `forebay produce`)"
+        else:
+            producer = "not running (produce_loop was not started, or has ended)"
+        if elsewhere:
+            state = "paused" if self.run.agreed.paused else "running"
+            producer += f", {state} in {len(elsewhere)} other processes: {', '.join(elsewhere)}"
         future = self.progress.producer_future_step
         if future > self.bound:
             filling = f"keeping the steps up to {self.bound} filled, the last one that these weights are fresh for"
