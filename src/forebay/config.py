@@ -13,6 +13,7 @@ forebay.errors.InvalidConfig: ReplayBufferConfig: Object contains unknown field 
 
 from __future__ import annotations
 
+import importlib
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,7 @@ from forebay.core.policy import (
 from forebay.core.validate import checked_integer, checked_task
 from forebay.errors import InvalidConfig, InvalidInput
 from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Task
+from forebay.manager.disaggregated import LoadWeights
 from forebay.manager.schedule import check_weights
 from forebay.produce import (
     AsyncProduceStrategy,
@@ -56,6 +58,7 @@ __all__ = [
     "POLICIES",
     "AsyncReplayBufferConfig",
     "ManagerConfig",
+    "ProduceConfig",
     "ReplayBufferConfig",
     "StrategyConfig",
     "SyncReplayBufferConfig",
@@ -90,14 +93,19 @@ class Config(msgspec.Struct, kw_only=True, frozen=True, forbid_unknown_fields=Tr
     def from_toml(cls, path: str | Path, table: str | None = None) -> Self:
         """A config from one table of a TOML file."""
         name = cls.table if table is None else table
-        with Path(path).open("rb") as file:
-            try:
-                content = tomllib.load(file)
-            except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-                raise InvalidConfig(f"{path} is not TOML: {error}") from None
-        if not isinstance(content.get(name), dict):
-            raise InvalidConfig(f"{path} has no table [{name}]; it has {', '.join(content) or 'nothing'}")
-        return cls.from_mapping(content[name])
+        return cls.from_mapping(read_toml(path, name)[name])
+
+
+def read_toml(path: str | Path, table: str) -> dict[str, Any]:
+    """The content of a TOML file; InvalidConfig unless it has this table."""
+    with Path(path).open("rb") as file:
+        try:
+            content = tomllib.load(file)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InvalidConfig(f"{path} is not TOML: {error}") from None
+    if not isinstance(content.get(table), dict):
+        raise InvalidConfig(f"{path} has no table [{table}]; it has {', '.join(content) or 'nothing'}")
+    return content
 
 
 class ReplayBufferConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
@@ -312,3 +320,87 @@ class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
             tasks.append(task.build(buffer, **own, sync_weights_interval=self.sync_weights_interval, progress=progress))
         kind = AgentLoopManager if self.mode == "colocated" else DisaggregatedAgentLoopManager
         return kind(tasks, buffer, sync_weights_interval=self.sync_weights_interval)
+
+
+class ProduceConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
+    """A producer process: the manager, and the objects of its tasks by name, as MODULE:NAME. See `forebay produce`.
+
+    `manager` is its config, or a function that makes it. `openai` has the arguments of an `OpenAIAgentLoop`;
+    `agent_loop` names an agent loop, or a function that makes one. `load_weights(model_step)` loads weights into the
+    engines of this process before it generates with them.
+    """
+
+    table: ClassVar[str] = "produce"
+
+    manager: ManagerConfig | str
+    batch_size: int | None = None
+    openai: dict[str, Any] | None = None
+    agent_loop: str | None = None
+    reward_fn: str | None = None
+    group_reward_fn: str | None = None
+    is_valid_sample_fn: str | None = None
+    to_rollout_state: str | None = None
+    tokenize: str | None = None
+    load_weights: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.manager, ManagerConfig) and (self.openai is None) == (self.agent_loop is None):
+            raise InvalidConfig(
+                "[produce] needs either a table openai (base_url, model, ...) or agent_loop=MODULE:NAME"
+            )
+        if self.batch_size is not None:
+            checked_integer("batch_size", self.batch_size, least=1)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """From the tables [manager] and [produce] of a TOML file."""
+        content = read_toml(path, "produce")
+        return cls.from_mapping({**content["produce"], "manager": read_toml(path, "manager")["manager"]})
+
+    def build(self) -> DisaggregatedAgentLoopManager:
+        """The manager."""
+        if isinstance(self.manager, str):
+            manager = load_object(self.manager)()
+        else:
+            parts = {name: getattr(self, name) for name in _PARTS}
+            found = {name: load_object(part) for name, part in parts.items() if part is not None}
+            manager = self.manager.build(self._loop(), **found)
+        if not isinstance(manager, DisaggregatedAgentLoopManager):
+            raise InvalidConfig(
+                f"a producer needs a DisaggregatedAgentLoopManager; {self.manager!r:.80} makes {manager!r:.80}"
+            )
+        return manager
+
+    def _loop(self) -> AgentLoop:
+        if self.openai is not None:
+            from forebay.agent_loop.openai import OpenAIAgentLoop  # here: it needs httpx
+
+            try:
+                return OpenAIAgentLoop(**self.openai)
+            except TypeError as error:
+                raise InvalidConfig(f"[produce.openai]: {error}") from None
+        assert self.agent_loop is not None
+        made = load_object(self.agent_loop)
+        loop = made if isinstance(made, AgentLoop) else made()
+        if not isinstance(loop, AgentLoop):
+            raise InvalidConfig(f"agent_loop {self.agent_loop!r} makes {loop!r:.80}; expected an AgentLoop")
+        return loop
+
+    def loader(self) -> LoadWeights | None:
+        """The function that loads weights, if there is one."""
+        return None if self.load_weights is None else load_object(self.load_weights)
+
+
+_PARTS = ("reward_fn", "group_reward_fn", "is_valid_sample_fn", "to_rollout_state", "tokenize")
+
+
+def load_object(reference: str) -> Any:
+    """The object that MODULE:NAME names; InvalidConfig if there is none."""
+    module, _, name = reference.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidConfig(f"{reference!r} cannot be loaded: {error}; expected MODULE:NAME") from None
+    return found

@@ -315,15 +315,16 @@ class DisaggregatedAgentLoopManager(_Manager[managers.DisaggregatedAgentLoopMana
         """Whether the producer runs, is paused or is closed."""
         return self.native.producer_state
 
-    def start(self, batch_size: int) -> None:
+    def start(self, batch_size: int, *, load_weights: managers.LoadWeights | None = None) -> None:
         """Run `produce_loop` in the background until `shutdown` or `close`.
 
         An error at its start is raised here; a later one by the next `get_batch`, after which it may be started again.
         """
-        self._producer = self._thread.call(partial(self._start, batch_size), undo=_cancel)
+        self._producer = self._thread.call(partial(self._start, batch_size, load_weights), undo=_cancel)
 
-    async def _start(self, batch_size: int) -> asyncio.Task[None]:
-        producer = asyncio.create_task(self.native.produce_loop(batch_size), name="produce_loop")
+    async def _start(self, batch_size: int, load_weights: managers.LoadWeights | None) -> asyncio.Task[None]:
+        producing = self.native.produce_loop(batch_size, load_weights=load_weights)
+        producer = asyncio.create_task(producing, name="produce_loop")
         producer.add_done_callback(ignore_exception)
         try:
             await asyncio.sleep(0)  # its first step, which checks its arguments

@@ -20,7 +20,7 @@ __all__ = ["DAMAGED", "INTERRUPTED", "main"]
 
 DAMAGED, INTERRUPTED = 3, 130
 
-_COMMANDS = ("checkpoint", "demo", "doctor", "trajectories")
+_COMMANDS = ("checkpoint", "demo", "doctor", "produce", "trajectories")
 
 
 class _Main(click.Group):
@@ -51,7 +51,7 @@ class _Main(click.Group):
 @click.group(cls=_Main, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="forebay")
 def main() -> None:
-    """Inspect, check and repair the checkpoints and stores of Forebay.
+    """Produce groups; inspect, check and repair the checkpoints and stores of Forebay.
 
     Exit codes: 0 success, 1 failure or a problem was found, 2 wrong arguments, 3 damaged data, 130 interrupted.
     """

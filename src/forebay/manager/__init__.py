@@ -1,7 +1,7 @@
 """Managers: tasks and their weights, colocated and disaggregated production, checkpoints of everything."""
 
 from forebay.manager.colocated import AgentLoopManager
-from forebay.manager.disaggregated import DisaggregatedAgentLoopManager, ProducerState
+from forebay.manager.disaggregated import DisaggregatedAgentLoopManager, LoadWeights, ProducerState
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus, TaskResult
 from forebay.manager.task import Task
 
@@ -9,6 +9,7 @@ __all__ = [
     "AgentLoopManager",
     "BatchRequest",
     "DisaggregatedAgentLoopManager",
+    "LoadWeights",
     "ProduceBatchResult",
     "ProduceStatus",
     "ProducerState",

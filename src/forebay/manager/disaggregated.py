@@ -11,13 +11,13 @@ import asyncio
 import enum
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from forebay.buffer.lease import Lease, LeaseAttempt
-from forebay.core.aio import Deadline, uncancelled
+from forebay.core.aio import DATA, Deadline, in_thread, uncancelled
 from forebay.core.ledger import Clock, LedgerLine
 from forebay.core.validate import checked_integer
 from forebay.errors import BufferClosed, InvalidInput, ProducerStopped, StorageError, WaitTimeout
@@ -27,6 +27,9 @@ from forebay.manager.run import Agreed
 from forebay.manager.schedule import ProduceProgress
 
 log = logging.getLogger(__name__)
+
+
+LoadWeights: TypeAlias = "Callable[[int], Awaitable[None] | None]"
 
 
 class ProducerState(enum.StrEnum):
@@ -49,25 +52,29 @@ class DisaggregatedAgentLoopManager(Manager):
     """
 
     _pauses_on_resume = True
-    _pauses_on_resume = True
     producer_state = ProducerState.RUNNING
     _loop_running: asyncio.Future[None] | None = None
     _batch_size: int | None = None  # of the producer
     _failure: BaseException | None = None
+    _load_weights: LoadWeights | None = None
+    _loaded: int | None = None  # the weights that `load_weights` has loaded
 
     # --- the producer ---------------------------------------------------------------------------------
 
-    async def produce_loop(self, batch_size: int) -> None:
+    async def produce_loop(self, batch_size: int, *, load_weights: LoadWeights | None = None) -> None:
         """Fill the steps to come until `shutdown`, or until the buffer is closed.
 
-        Errors are raised here, and by the next `get_batch`.
+        Errors are raised here, and by the next `get_batch`. On a shared store, producers in any number of processes
+        divide the work, and wait until a trainer begins. `load_weights(model_step)`, a function or a coroutine
+        function, loads weights into engines of this process before it generates with them.
         """
         self._check_open()
         checked_integer("batch_size", batch_size, least=1)
         if self._loop_running is not None:
             raise InvalidInput("produce_loop is already running; one producer per manager")
         self._loop_running = asyncio.get_running_loop().create_future()
-        self._failure, self._batch_size = None, batch_size
+        self._failure, self._batch_size, self._load_weights = None, batch_size, load_weights
+        self._loaded = None
         try:
             # For steps that an earlier run trained nothing may be generated with weights that are too old for them.
             self._asked = max(self._asked, await self._patiently(self._store_step))
@@ -110,6 +117,9 @@ class DisaggregatedAgentLoopManager(Manager):
         if self._internals.shared and not self.run.agreed.begun:
             await self._until(lambda: self.run.agreed.begun, "a trainer to begin the run")
             return
+        if self._load_weights is not None and self._loaded != self.model_step:
+            await self._load(self._load_weights, self.model_step)
+            return
         model_step, future = self.model_step, self.progress.producer_future_step
         next_step = self.progress.next_consumer_step
         upto, newer = min(future, self.bound), f"newer weights than those of step {model_step}"
@@ -125,6 +135,12 @@ class DisaggregatedAgentLoopManager(Manager):
             return
         missing = partial(self._when_missing, model_step, upto)
         await self._internals.until(missing, f"{newer}, or something to replace", list(self.tasks))
+
+    async def _load(self, load_weights: LoadWeights, model_step: int) -> None:
+        loading = await in_thread(lambda: load_weights(model_step), pool=DATA)
+        if loading is not None:
+            await loading
+        self._loaded = model_step
 
     async def _plan(self, batch_size: int, train_step: int, *, skips: bool = False) -> dict[str, int]:
         """The groups of a step by task; it is planned if it was not yet. `skips`: producers continue from it."""
