@@ -1,4 +1,4 @@
-"""A run of real processes on one store, for tests: engines, producers and a trainer that are killed and started again."""
+"""A run of real processes on one store, for tests: engines, producers and a trainer, killed and started again."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ BATCH, PRODUCERS = 8, 3
 
 
 class SharedRun:
-    """Three producers, two engines and a trainer. `kills`: how often each kind of process is killed."""
+    """Three producers, two engines and a trainer, which are killed at a counted operation and started again."""
 
     def __init__(self, store: str, directory: Path, seed: int, steps: int) -> None:
         self.store, self.directory, self.steps = store, directory, steps
         self.chance = random.Random(seed)
         self.trained = directory / "trained.jsonl"
         self.killed = {"producer": 0, "trainer": 0}
+        self.logs: dict[int, Path] = {}  # by process id
 
     def start(self, stack: ExitStack, *command: str, **more: str) -> subprocess.Popen[str]:
         environment = os.environ | {
@@ -34,7 +35,8 @@ class SharedRun:
             "TRAINED": str(self.trained),
             **more,
         }
-        log = stack.enter_context((self.directory / f"{len(list(self.directory.iterdir()))}.log").open("w"))
+        path = self.directory / f"{len(self.logs)}.log"
+        log = stack.enter_context(path.open("w"))
         output = subprocess.PIPE if "engine.py" in command[-2] else log
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=log, text=True)
 
@@ -45,8 +47,12 @@ class SharedRun:
             if process.stdout is not None:
                 process.stdout.close()
 
+        self.logs[process.pid] = path
         stack.callback(stop)
         return process
+
+    def log_of(self, process: subprocess.Popen[str]) -> str:
+        return self.logs[process.pid].read_text()[-4_000:]
 
     def _fate(self, kills: bool) -> dict[str, str]:
         if not kills:
@@ -76,12 +82,12 @@ class SharedRun:
             training = trainer()
             while (ended := training.poll()) != 0:
                 if ended is not None:
-                    assert ended == -9, f"the trainer failed: {self.logs()}"
+                    assert ended == -9, f"the trainer ended with {ended}: {self.log_of(training)}"
                     self.killed["trainer"] += 1
                     training = trainer()
                 for number, process in enumerate(producers):
                     if (code := process.poll()) is not None:
-                        assert code == -9, f"a producer ended with {code}: {self.logs()}"
+                        assert code == -9, f"a producer ended with {code}: {self.log_of(process)}"
                         self.killed["producer"] += 1
                         producers[number] = producer(number)
                 meanwhile(self.last_step())
@@ -89,10 +95,7 @@ class SharedRun:
             for process in producers:
                 process.terminate()
             codes = [process.wait(60) for process in producers]
-            assert set(codes) <= {0, -9}, f"{codes}: {self.logs()}"
-
-    def logs(self) -> str:
-        return "\n".join(path.read_text()[-2_000:] for path in sorted(self.directory.glob("*.log")))
+            assert set(codes) <= {0, -9}, codes
 
     def lines(self) -> list[dict[str, Any]]:
         if not self.trained.exists():

@@ -24,7 +24,8 @@ from forebay import (
 )
 from forebay.buffer.internal import internals
 from forebay.core.ledger import Record
-from forebay.storage.base import Arrival, Claim, Claimed, Content
+from forebay.storage.base import Arrival, Claim, Claimed, Draw
+from forebay.storage.values import Content
 from forebay.testing import make_group, simulate
 from tests.test_strategy import (
     TASK,
@@ -302,9 +303,9 @@ class Slow(MemoryStorage):
         if step in self.steps and late is self.late:
             await asyncio.sleep(self.seconds)
 
-    async def issue(self, task_name: str, contents: Sequence[Content], **options: Any) -> list[Record]:
+    async def issue(self, task_name: str, contents: Sequence[Content], draw: Draw) -> list[Record]:
         await self._delay("issue", False)
-        records = await super().issue(task_name, contents, **options)
+        records = await super().issue(task_name, contents, draw)
         await self._delay("issue", True)
         return records
 

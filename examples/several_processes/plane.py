@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import urllib.request
 from typing import Any
@@ -49,7 +50,7 @@ def open_buffer() -> ReplayBuffer:
 
         from forebay.ray import RayReplayBuffer
 
-        ray.init(address="auto", log_to_driver=False, logging_level="error", ignore_reinit_error=True)
+        ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
         return RayReplayBuffer.connect(store.removeprefix("ray:"))
     return ReplayBufferConfig(policy="staleness", storage=store, max_groups=128, lease_s=LEASE_S).build()
 

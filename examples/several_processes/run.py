@@ -10,6 +10,7 @@ forebay[ray].
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import subprocess
 import sys
@@ -47,7 +48,9 @@ def run(store: str, steps: int, checkpoints: str | None) -> int:
             from forebay import ReplayBufferConfig
             from forebay.ray import RayReplayBuffer
 
-            ray.init(ignore_reinit_error=True, include_dashboard=False, log_to_driver=False, logging_level="error")
+            ray.init(
+                ignore_reinit_error=True, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+            )
             name = store.removeprefix("ray:")
             config = ReplayBufferConfig(policy="staleness", max_groups=128, lease_s=LEASE_S)
             RayReplayBuffer.create(name, config)

@@ -24,9 +24,10 @@ from forebay.ray.host.actor import Host
 from forebay.ray.host.operations import FrameStorage, HostSpec
 from forebay.ray.table import OPERATIONS
 from forebay.ray.wire import Parcel
-from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Ready, Revision
+from forebay.storage.base import Arrival, Claim, Claimed, Purpose
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.storage.urls import build_storage
+from forebay.storage.values import Content, Ready, Revision
 from forebay.testing import make_group
 
 COMPLETED, ABORTED = Status.COMPLETED, Status.ABORTED

@@ -40,7 +40,8 @@ from forebay import (
 from forebay.core.ledger import Account, Row
 from forebay.core.staleness import group_staleness
 from forebay.errors import StorageError
-from forebay.storage.base import Listener, Operation, Reaped, Snapshot, Storage
+from forebay.storage.base import Listener, Operation, Storage
+from forebay.storage.values import Reaped, Snapshot
 from forebay.testing.simulate import LongTail, SimulatedEngine, check_ledger, check_nothing_lost, run
 from tests.test_strategy import simulated
 

@@ -20,10 +20,11 @@ from forebay.core.ledger import Event, Place, Record, Row, describe
 from forebay.core.query import parse
 from forebay.core.rollout import RolloutState, Status
 from forebay.errors import DamagedData, LostLease, StorageError, StorageUnavailable
-from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Revision, Rows
+from forebay.storage.base import Arrival, Claim, Claimed, Draw, Purpose, Rows
 from forebay.storage.idempotency import CALL, Answered, Call, CallMemory, Handed, Returned, decode_kept
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.sqlite import SQLiteStorage
+from forebay.storage.values import Content, Revision
 from forebay.testing.samples import make_group
 from tests.processes import started
 from tests.storage.postgres_server import Schemas, dsn, execute
@@ -171,7 +172,7 @@ async def test_g07_every_operation_answers_the_same_after_a_crash(site: Site) ->
             result = returned[len(returned) + 1] = await work
         return result
 
-    await call(storage.issue("math", [content(status=INIT), content(status=INIT)], owner="me", cursor=0))
+    await call(storage.issue("math", [content(status=INIT), content(status=INIT)], Draw("me", 0)))
     put = await call(storage.put([arrival(0, attempt=1), arrival(1, attempt=1, status=ABORTED)], owner="me"))
     await call(storage.put([arrival(), arrival(tokens=5), arrival(status=Status.FAILED)], owner="me"))
     revision = Revision(put[0].uid, put[0].revision, content(group_id=0, status=Status.EXPIRED))
@@ -308,7 +309,7 @@ async def test_a_commit_that_fails_leaves_neither_effect_nor_answer(site: Site, 
     put = await storage.put([arrival(), arrival()], owner="me")
     await storage.claim(wanting(Purpose.LEASE, 1))
     operations: dict[str, Callable[[], Awaitable[Any]]] = {
-        "issue": lambda: storage.issue("math", [content(status=INIT)], owner="me", cursor=0),
+        "issue": lambda: storage.issue("math", [content(status=INIT)], Draw("me", 0)),
         "put": lambda: storage.put([arrival()], owner="me"),
         "claim": lambda: claimed_by(storage, wanting(Purpose.TAKE, 1)),
         "settle": lambda: storage.settle("lease", [put[0].uid], Event.ACKED),
@@ -330,7 +331,8 @@ async def test_a_commit_that_fails_leaves_neither_effect_nor_answer(site: Site, 
 
 _CHILD = """
 import asyncio, sys
-from forebay.storage.base import Arrival, Content, Settings
+from forebay.storage.base import Arrival, Settings
+from forebay.storage.values import Content
 from forebay.storage.idempotency import CALL, Call
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.core.ledger import describe
@@ -526,10 +528,10 @@ async def test_a_call_at_two_processes_at_once_happens_once(schemas: Schemas, op
     for each in (storage, other):
         await each.open("me", Settings(), None)
     put = await storage.put([arrival() for _ in range(3)], owner="me")
-    await storage.issue("math", [content(status=INIT)], owner="me", cursor=0)
+    await storage.issue("math", [content(status=INIT)], Draw("me", 0))
     await storage.claim(wanting(Purpose.LEASE, 1))
     operations: dict[str, Callable[[PostgresStorage], Awaitable[Any]]] = {
-        "issue": lambda each: each.issue("math", [content(status=INIT)], owner="me", cursor=1),
+        "issue": lambda each: each.issue("math", [content(status=INIT)], Draw("me", 1)),
         "back": lambda each: each.put([arrival(0, attempt=1)], owner="me"),
         "put": lambda each: each.put([arrival()], owner="me"),
         "claim": lambda each: claimed_by(each, wanting(Purpose.TAKE, 1, whole=True)),
@@ -621,7 +623,7 @@ async def left_behind(path: Path, clock: Clock) -> None:
     await storage.open("producer", Settings(), 5.0)
     await storage.put([arrival(), arrival()], owner="me")
     await storage.claim(wanting(Purpose.LEASE, 1, owner="trainer"))
-    await storage.issue("math", [content(status=INIT)], owner="producer", cursor=0)
+    await storage.issue("math", [content(status=INIT)], Draw("producer", 0))
     await storage._stop()
 
 
@@ -704,7 +706,7 @@ class Player:
 
     def issue(self, n: int) -> Any:
         async def issue() -> list[Record]:
-            return await self.storage.issue("math", [content(status=INIT)] * n, owner="me", cursor=self.issued)
+            return await self.storage.issue("math", [content(status=INIT)] * n, Draw("me", self.issued))
 
         return issue
 

@@ -34,11 +34,12 @@ from forebay.errors import (
     StorageUnavailable,
     UnreadableData,
 )
-from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose
+from forebay.storage.base import Arrival, Claim, Claimed, Draw, Purpose
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.postgres.columns import COLUMNS, from_text, record_values, to_text
 from forebay.storage.postgres.schema import VERSION
 from forebay.storage.postgres.step import Step
+from forebay.storage.values import Content
 from forebay.testing import StorageConformance
 from forebay.testing.machine import machine_for
 from forebay.testing.samples import make_group
@@ -209,7 +210,7 @@ async def test_only_one_of_many_draws_at_a_cursor() -> None:
         async def draw(i: int) -> int:
             group = tuple(make_group(status=Status.INIT))
             try:
-                await storage.issue("math", [Content(group, describe(group))], owner=str(i), cursor=0)
+                await storage.issue("math", [Content(group, describe(group))], Draw(str(i), 0))
             except CursorMoved as moved:
                 return moved.cursor
             return 0
@@ -294,11 +295,11 @@ async def test_operations_take_few_round_trips(monkeypatch: pytest.MonkeyPatch) 
     prompts = [Content(group, describe(group)) for group in (tuple(make_group(status=Status.INIT)) for _ in range(4))]
     storage = schemas.make()
     async with opened(storage):
-        await storage.issue("math", prompts[:2], owner="me", cursor=0)
+        await storage.issue("math", prompts[:2], Draw("me", 0))
         (record,) = await storage.put([by_hand()], owner="me")
         await storage.advance({"math": Clock(train_step=1)})
         assert await round_trips(storage.put([by_hand(), by_hand(task_name="code")], owner="me")) == 1
-        assert await round_trips(storage.issue("math", prompts[2:], owner="me", cursor=2)) == 4
+        assert await round_trips(storage.issue("math", prompts[2:], Draw("me", 2))) == 4
         back = [replace(by_hand(group_id), attempt=1) for group_id in range(4)]
         assert await round_trips(storage.put(back, owner="me")) == 4
         assert await round_trips(storage.claim(lease(3))) == 6

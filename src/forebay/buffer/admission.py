@@ -36,7 +36,8 @@ from forebay.core.rollout import (
 from forebay.core.staleness import EXPIRABLE, NO_LIMITS, Limits, check_versions, expire_members, sample_staleness, stamp
 from forebay.core.validate import check_group, checked_priority, plain_columns
 from forebay.errors import InvalidGroup, UnsupportedPayload
-from forebay.storage.base import Arrival, Content, Revision, Storage, Summary
+from forebay.storage.base import Arrival, Storage, Summary
+from forebay.storage.values import Content, Revision
 
 log = logging.getLogger(__name__)
 

@@ -38,8 +38,9 @@ from forebay.core.validate import (
     positive_seconds,
 )
 from forebay.errors import InvalidConfig, InvalidInput
-from forebay.storage.base import Ready, Storage
+from forebay.storage.base import Storage
 from forebay.storage.local.memory import MemoryStorage
+from forebay.storage.values import Ready
 
 Groups = list[list[RolloutState]]
 

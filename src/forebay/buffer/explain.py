@@ -14,7 +14,8 @@ from forebay.core.capacity import Settings, fits
 from forebay.core.fingerprint import unverified_records
 from forebay.core.ledger import Place
 from forebay.core.rollout import Status
-from forebay.storage.base import Holding, Summary, TaskSummary
+from forebay.storage.base import Summary, TaskSummary
+from forebay.storage.values import Holding
 
 
 class Wait(NamedTuple):

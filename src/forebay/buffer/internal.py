@@ -29,7 +29,8 @@ from forebay.core.rollout import DRAWABLE, RolloutState, Status
 from forebay.core.staleness import NO_LIMITS, check_step
 from forebay.core.validate import check_group, checked_integer, checked_many, checked_statuses, checked_task
 from forebay.errors import BufferClosed, ForebayError, InvalidInput, LostLease, NoRoom
-from forebay.storage.base import Arrival, Content, Ready, Share, Summary
+from forebay.storage.base import Arrival, Draw, Share, Summary
+from forebay.storage.values import Content, Ready
 
 if TYPE_CHECKING:
     from forebay.buffer.buffer import ReplayBuffer
@@ -98,9 +99,8 @@ class Internals:
         contents = drawn
         if needs_values(self._storage):
             contents = await self.valued([resolve_content(content) for content in contents], task_name)
-        records = await self._storage.issue(
-            task_name, contents, owner=self.session.owner, cursor=cursor, source_state=source_state, share=share
-        )
+        draw = Draw(self.session.owner, cursor, source_state, share)
+        records = await self._storage.issue(task_name, contents, draw)
         if len(records) < len(contents):
             prompt = contents[len(records)].facts
             if not records:
@@ -240,7 +240,7 @@ class Internals:
     async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
         """Every count of these tasks (None: of all), of one moment."""
         await self.session.ready()
-        summary = await self._storage.summary(tasks, holdings=holdings)
+        summary = await self._storage.summary(tasks, holdings=holdings, owners=bool(self.on_summary))
         self.expiry.learn(summary)
         for see in self.on_summary:
             see(summary)

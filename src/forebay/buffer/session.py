@@ -24,7 +24,8 @@ from forebay.core.capacity import Settings, fits
 from forebay.core.ledger import Facts
 from forebay.core.rollout import DRAWABLE, Status
 from forebay.errors import BufferClosed, InvalidConfig, WaitTimeout, WrongEventLoop
-from forebay.storage.base import Ready, Storage, Summary
+from forebay.storage.base import Storage, Summary
+from forebay.storage.values import Ready
 
 T = TypeVar("T")
 

@@ -26,7 +26,6 @@ from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.validate import checked_integer, positive_seconds
 from forebay.errors import (
     BufferClosed,
-    InvalidConfig,
     InvalidInput,
     NoCluster,
     NoSuchBuffer,
@@ -37,7 +36,7 @@ from forebay.errors import (
 from forebay.manager.results import ProduceBatchResult, ProduceStatus, describe_task
 from forebay.manager.run import Agreed, Run, TaskTerms, Terms
 from forebay.manager.schedule import Consumed, ProduceProgress, Saved, SavedFigures, read_saved
-from forebay.manager.task import Task, check_tasks
+from forebay.manager.task import Task, check_tasks, spare_groups
 from forebay.produce.inflight import Steps
 from forebay.produce.plan import backoff_s, too_many_rejections
 from forebay.produce.stats import Figures, quantile
@@ -134,7 +133,7 @@ class Manager:
         meanwhile are then counted as trained and no longer as owed. Without `target`, each task produces one complete
         batch. An exception of one task stops the others, brings their groups back, and is then raised.
         """
-        spare = self._spare(sizes)
+        spare = spare_groups(self.tasks, sizes, self.replay_buffer.max_groups)
         targets: dict[str, int | None] = {name: None for name in self.tasks if sizes[name]}
         if target is not None:
             ledger = await self.replay_buffer.ledger()
@@ -183,24 +182,6 @@ class Manager:
         await self.run.change(lambda agreed, progress: progress.skip_task(name, leased=self._leased))
         log.warning("task_skipped task=%s: filters reject all of its groups; tried again with newer weights", name)
         self._internals.nudge()
-
-    def _spare(self, sizes: Mapping[str, int]) -> int | None:
-        """How many groups a task may have in flight beyond its target and over-issue, because filters reject some.
-
-        InvalidConfig if the groups of one task can fill the buffer while it waits for the groups of another.
-        """
-        limit = self.replay_buffer.max_groups
-        active = {name: groups for name, groups in sizes.items() if groups}
-        if limit is None or not active:
-            return None
-        most = {name: groups + self.tasks[name].strategy.settings.over_issue(groups) for name, groups in active.items()}
-        if len(active) > 1 and sum(most.values()) > limit:
-            needs = ", ".join(f"{groups} of task {name!r}" for name, groups in most.items())
-            raise InvalidConfig(
-                f"a batch needs {needs} (with over-issue), but the buffer has max_groups={limit}: one task could "
-                "fill it, and the others would wait forever; raise max_groups"
-            )
-        return max(0, limit - sum(most.values())) // len(active)
 
     async def _set_clocks(self, train_step: int | None = None) -> None:
         """Set the limits of all tasks, and their clock if it is given; expire groups that are too old by them."""

@@ -24,7 +24,7 @@ from forebay.core.ledger import Account, Clock
 from forebay.core.staleness import Limits
 from forebay.errors import DamagedData, InvalidConfig, WaitTimeout
 from forebay.manager.schedule import ProduceProgress
-from forebay.produce.strategy import Among
+from forebay.produce.plan import Among
 from forebay.storage.base import Summary
 
 log = logging.getLogger(__name__)
@@ -169,6 +169,10 @@ class Run(Among):
         """An equal part for each living producer."""
         producers = len(self.agreed.producers(self.owners)) or 1
         return -(-wanted // producers)
+
+    def sets_clock(self) -> bool:
+        """Whether this member trains. A producer of a run before must not move the clock of the run after a resume."""
+        return self.member is not None and self.member.trains
 
     def follows(self, epoch: int) -> bool:
         """Whether this member has followed the plan into an epoch."""

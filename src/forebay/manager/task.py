@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -12,7 +12,8 @@ from forebay.core.validate import checked_task
 from forebay.errors import InvalidConfig
 from forebay.manager.schedule import check_weights
 from forebay.produce.strategy import ProduceStrategy
-from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
+from forebay.prompts.check import check_sampler
+from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,3 +58,21 @@ def check_tasks(
         by_name[task.name] = task
     check_weights({name: task.weight for name, task in by_name.items()})
     return by_name
+
+
+def spare_groups(tasks: Mapping[str, Task], sizes: Mapping[str, int], max_groups: int | None) -> int | None:
+    """How many groups a task may have in flight beyond its target and over-issue, because filters reject some.
+
+    InvalidConfig if the groups of one task can fill the buffer while it waits for the groups of another.
+    """
+    active = {name: groups for name, groups in sizes.items() if groups}
+    if max_groups is None or not active:
+        return None
+    most = {name: groups + tasks[name].strategy.settings.over_issue(groups) for name, groups in active.items()}
+    if len(active) > 1 and sum(most.values()) > max_groups:
+        needs = ", ".join(f"{groups} of task {name!r}" for name, groups in most.items())
+        raise InvalidConfig(
+            f"a batch needs {needs} (with over-issue), but the buffer has max_groups={max_groups}: one task could "
+            "fill it, and the others would wait forever; raise max_groups"
+        )
+    return max(0, max_groups - sum(most.values())) // len(active)

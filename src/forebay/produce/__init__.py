@@ -3,8 +3,8 @@
 from forebay.produce.evaluate import Evaluation, evaluate
 from forebay.produce.filters import on_loop, reject_truncated, reject_zero_std
 from forebay.produce.plan import Budgets, Timeouts
-from forebay.produce.stats import NoProgress, Progress, TerminalProgress
-from forebay.produce.strategy import AsyncProduceStrategy, ProduceStrategy, Production, SyncProduceStrategy
+from forebay.produce.stats import NoProgress, Production, Progress, TerminalProgress
+from forebay.produce.strategy import AsyncProduceStrategy, ProduceStrategy, SyncProduceStrategy
 
 __all__ = [
     "AsyncProduceStrategy",

@@ -24,7 +24,7 @@ from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.internal import internals, mark_aborted
 from forebay.core.aio import RESOLUTION_S, ignore_exception, run_user_code, see_through, uncancelled
-from forebay.core.ledger import Account, End, Place, Record
+from forebay.core.ledger import Account, Place, Record
 from forebay.core.rollout import RolloutState, Status, carries_response, group_status
 from forebay.errors import BufferClosed, DuplicateGroup, EngineUnavailable, InvalidInput, LostLease, TooManyFailures
 from forebay.produce.judge import Judge, Judged, Judging, Pause
@@ -41,7 +41,7 @@ from forebay.produce.members import (
     untrusted_responses,
 )
 from forebay.produce.plan import StrategySettings, Suspects, acceptance, too_many_rejections
-from forebay.produce.stats import Figures, Outcome, Stage
+from forebay.produce.stats import Elsewhere, Figures, Outcome, Stage
 from forebay.prompts.sources import independent
 
 log = logging.getLogger(__name__)
@@ -65,14 +65,6 @@ class _Return(NamedTuple):
     tell: Callable[[Sequence[RolloutState], Status | None, str | None], None]
 
 
-class Totals(NamedTuple):
-    """Groups that came back complete, groups that filters rejected, and attempts that failed, as the storage counts."""
-
-    completed: int
-    rejected: int
-    failures: int
-
-
 class Works:
     """The groups in flight of one task."""
 
@@ -82,8 +74,7 @@ class Works:
         self.failures_in_a_row = 0
         self._failing: dict[int, bool] = {}  # groups of these failures; whether they ended as failed
         self.rejections_in_a_row = 0
-        self._elsewhere: Totals | None = None  # of other producers, as last heard
-        self._here = Totals(0, 0, 0)
+        self._elsewhere = Elsewhere()
         self._failures_overall = 0  # in a row, of all producers
         self.last_error: str | None = None
         self._overran_pause = False  # whether the last error is of an attempt that a pause had to cancel
@@ -180,15 +171,9 @@ class Works:
 
     def hear(self, account: Account) -> None:
         """Count what other producers of the task have done since the last time, for the budgets and the acceptance."""
-        rejected = account.ended.get(End.FILTERED, 0)
-        counted = Totals(account.completed, rejected, account.failures)
-        now = Totals(*[count - here for count, here in zip(counted, self._here, strict=True)])
-        before, self._elsewhere = self._elsewhere or now, now
-        completed, rejected, failures = [max(0, n - known) for n, known in zip(now, before, strict=True)]
-        if completed:
-            self.rejections_in_a_row = self._failures_overall = 0
-        self.rejections_in_a_row += rejected
-        self._failures_overall += failures
+        completed, rejected, failures = self._elsewhere.hear(account)
+        self.rejections_in_a_row = rejected + (0 if completed else self.rejections_in_a_row)
+        self._failures_overall = failures + (0 if completed else self._failures_overall)
         self.figures.verdicts.extend([True] * completed + [False] * rejected)
 
     @property
@@ -483,6 +468,7 @@ class Works:
         self.figures.count(outcome)
         overran = outcome.group_id in self._overran
         self._overran.discard(outcome.group_id)
+        self._elsewhere.count(outcome)
         if outcome.failed:
             # A pause cancels all running groups at once, for the same reason, so they count as one failure.
             counts = not overran or self._overrun_pause != self.pause.count
@@ -498,11 +484,6 @@ class Works:
         if outcome.status is Status.COMPLETED:
             self.failures_in_a_row = self._failures_overall = 0
             self._failing.clear()
-        self._here = Totals(
-            self._here.completed + (outcome.status is Status.COMPLETED),
-            self._here.rejected + (outcome.status is Status.FILTERED),
-            self._here.failures + outcome.failed,
-        )
         if outcome.status not in (Status.COMPLETED, Status.FAILED, Status.FILTERED, None):
             if outcome.attempt >= self._settings.tail_after:
                 self.stragglers.add(outcome.group_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from decimal import ROUND_CEILING, Decimal
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
@@ -17,6 +17,7 @@ from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.staleness import Limits, stale_threshold
 from forebay.core.validate import checked_integer, positive_seconds
 from forebay.errors import InvalidConfig, TooManyRejections
+from forebay.storage.base import Share, TaskSummary
 
 WhenExhausted: TypeAlias = Literal["raise", "accept", "skip"]
 
@@ -143,6 +144,24 @@ def backoff_s(times: int) -> float:
     return min(_FIRST_DELAY_S * 2.0 ** min(times - 1, 16), _MAX_DELAY_S)
 
 
+class Among:
+    """The producers that share the work of a task: here, one that shares it with nobody. `Run` is that of managers."""
+
+    lead: str | None = None  # the task whose changes concern all of them
+
+    def share(self, wanted: int) -> int:
+        """How many of the wanted groups this producer may have in flight."""
+        return wanted
+
+    def sets_clock(self) -> bool:
+        """Whether this producer may advance the train step of the task."""
+        return True
+
+    def follows(self, epoch: int) -> bool:
+        """Whether this producer may draw in an epoch of the task."""
+        return True
+
+
 class Suspects(dict[int, tuple[int, float]]):
     """Groups whose last attempt was cut short: how often in a row, and until when they rest, by group id."""
 
@@ -237,3 +256,25 @@ def to_run(*, target: int, available: int, budget: int, accepted: float = 1.0, s
     extra = max(0, math.ceil(missing / accepted) - missing) if missing > 0 else 0
     extra = extra if spare is None else min(extra, max(0, spare))
     return max(1, missing + budget + extra)
+
+
+class Need(NamedTuple):
+    """How many groups this producer starts now, and how many all producers together may have."""
+
+    missing: int
+    share: Share
+
+    def at_least_one(self, summary: TaskSummary) -> Need:
+        """One group more than are in flight, whatever is missing."""
+        return Need(1, Share(self.share.epoch, max(self.share.most, summary.produced + summary.in_flight) + 1))
+
+
+def to_start(summary: TaskSummary, wanted: int, here: int, relied_on: int, part: int) -> Need:
+    """What a producer starts, of which `here` groups are in flight, so that `wanted` groups of all producers are.
+
+    `relied_on`: those of its groups that count as in flight; the others may hang, and are replaced. `part`: how many of
+    the wanted groups it may have.
+    """
+    replaced = here - relied_on
+    missing = min(part, wanted - summary.in_flight + here) + replaced - here
+    return Need(missing, Share(summary.account.epoch, summary.produced + wanted + replaced))

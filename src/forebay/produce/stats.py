@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Protocol, TextIO
+from typing import NamedTuple, Protocol, TextIO
 
 import msgspec
 from msgspec.structs import replace
 
+from forebay.core.ledger import Account, End
 from forebay.core.rollout import Status
 
 log = logging.getLogger(__name__)
@@ -248,3 +249,46 @@ def bar(done: int, total: int, width: int = 16) -> str:
 def default_progress() -> TerminalProgress:
     """The instance that all strategies of a process share, so that they draw one line."""
     return TerminalProgress()
+
+
+class Totals(NamedTuple):
+    """Groups that came back complete, groups that filters rejected, and attempts that failed, as the storage counts."""
+
+    completed: int
+    rejected: int
+    failures: int
+
+
+class Elsewhere:
+    """What other producers of a task do: the counts of the storage without those of this one."""
+
+    def __init__(self) -> None:
+        self._here = Totals(0, 0, 0)
+        self._heard: Totals | None = None
+
+    def count(self, outcome: Outcome) -> None:
+        """An attempt of this producer has ended."""
+        completed, rejected = outcome.status is Status.COMPLETED, outcome.status is Status.FILTERED
+        new = (completed, rejected, outcome.failed)
+        self._here = Totals(*[known + more for known, more in zip(self._here, new, strict=True)])
+
+    def hear(self, account: Account) -> Totals:
+        """What others have done since the last time."""
+        counted = (account.completed, account.ended.get(End.FILTERED, 0), account.failures)
+        now = Totals(*[count - here for count, here in zip(counted, self._here, strict=True)])
+        before, self._heard = self._heard or now, now
+        return Totals(*[max(0, n - known) for n, known in zip(now, before, strict=True)])
+
+
+class Production(msgspec.Struct, frozen=True, kw_only=True):
+    """How a call of `produce_batch` ended, in groups."""
+
+    task_name: str
+    complete: bool  # the target was reached; otherwise a pause began, or the task is exhausted
+    exhausted: bool = False  # filters reject everything, and the task is to be skipped
+    rejections: int = 0  # groups in a row that filters rejected last
+    target: int
+    available: int
+    started: int
+    tail: bool
+    seconds: float

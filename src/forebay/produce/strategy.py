@@ -15,8 +15,6 @@ import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack
 
-import msgspec
-
 from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.explain import full_pools
@@ -32,40 +30,24 @@ from forebay.produce.filters import Filter
 from forebay.produce.inflight import Steps, Works
 from forebay.produce.judge import GroupReward, Judge, SampleReward
 from forebay.produce.pausing import ProducedTask
-from forebay.produce.plan import Budgets, Plan, StrategySettings, Timeouts, make_plan, to_run, waiting_again
-from forebay.produce.stats import Figures, Progress, default_progress
-from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer, check_sampler
-from forebay.storage.base import Share, TaskSummary
+from forebay.produce.plan import (
+    Among,
+    Budgets,
+    Need,
+    Plan,
+    StrategySettings,
+    Timeouts,
+    make_plan,
+    to_run,
+    to_start,
+    waiting_again,
+)
+from forebay.produce.stats import Figures, Production, Progress, default_progress
+from forebay.prompts.check import check_sampler
+from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
+from forebay.storage.base import TaskSummary
 
 log = logging.getLogger(__name__)
-
-
-class Production(msgspec.Struct, frozen=True, kw_only=True):
-    """How a call of `produce_batch` ended, in groups."""
-
-    task_name: str
-    complete: bool  # the target was reached; otherwise a pause began, or the task is exhausted
-    exhausted: bool = False  # filters reject everything, and the task is to be skipped
-    rejections: int = 0  # groups in a row that filters rejected last
-    target: int
-    available: int
-    started: int
-    tail: bool
-    seconds: float
-
-
-class Among:
-    """The producers that share the work of a task: here, one that shares it with nobody. `Run` is that of managers."""
-
-    lead: str | None = None  # the task whose changes concern all of them
-
-    def share(self, wanted: int) -> int:
-        """How many of the wanted groups this producer may have in flight."""
-        return wanted
-
-    def follows(self, epoch: int) -> bool:
-        """Whether this producer may draw in an epoch of the task."""
-        return True
 
 
 class Demand(NamedTuple):
@@ -231,7 +213,7 @@ class ProduceStrategy:
         began, works, task_name = loop.time(), task.works, task.works.task_name
         pauses = works.pause.count
         await works.bring_back()
-        summary = await self._set_clock(task, steps.train_step)
+        summary = await self._set_clock(task, steps.train_step if demand.among.sets_clock() else None)
         if task.told.get(agent_loop) != steps.model_step and not agent_loop.takes_weights_while_running:
             await agent_loop.weights_loaded(steps.model_step)
             task.told[agent_loop] = steps.model_step
@@ -273,21 +255,17 @@ class ProduceStrategy:
                 wanted = to_run(
                     target=goal, available=available, budget=plan.budget, accepted=works.accepted, spare=demand.spare
                 )
-                suspects = works.in_flight - works.relied_on
-                share = Share(summary.account.epoch, available + wanted + suspects)
-                mine = demand.among.share(wanted) + suspects - works.in_flight
-                missing = min(mine, wanted + suspects - summary.in_flight)
-                probing = agent_loop.outage.take_probe() if missing <= 0 else False
-                if missing <= 0 and not probing:
-                    return None
-                if probing:
-                    missing, share = 1, Share(share.epoch, max(share.most, available + summary.in_flight) + 1)
+                need = to_start(summary, wanted, works.in_flight, works.relied_on, demand.among.share(wanted))
+                if need.missing <= 0:
+                    if not agent_loop.outage.take_probe():
+                        return None
+                    need = need.at_least_one(summary)
                 try:
-                    begun = await self._start_again(task, demand, missing, plan.statuses, summary, share)
-                    begun = begun or await self._start(task, demand, missing, (), share)
+                    begun = await self._start_again(task, demand, need, plan.statuses, summary)
+                    begun = begun or await self._start(task, demand, need, ())
                     if not begun and not len(works):
                         # Groups that wait for a tail must not keep the buffer full forever.
-                        begun = await self._start_again(task, demand, missing, DRAWABLE, summary, share)
+                        begun = await self._start_again(task, demand, need, DRAWABLE, summary)
                 except EpochMoved:
                     return None  # a pause begins: wait for it
                 if not begun:
@@ -310,7 +288,7 @@ class ProduceStrategy:
         )  # fmt: skip
         return production
 
-    async def _set_clock(self, task: ProducedTask, train_step: int) -> TaskSummary:
+    async def _set_clock(self, task: ProducedTask, train_step: int | None) -> TaskSummary:
         """Set the limits of a task in the storage, advance its clock, and expire groups that are too old by them."""
         name, limits = task.works.task_name, self.limits
         await self._internals.advance({name: Clock(train_step=train_step, limits=limits)})
@@ -335,27 +313,19 @@ class ProduceStrategy:
         return summary
 
     async def _start_again(
-        self,
-        task: ProducedTask,
-        demand: Demand,
-        missing: int,
-        again: Sequence[Status],
-        summary: TaskSummary,
-        share: Share,
+        self, task: ProducedTask, demand: Demand, need: Need, again: Sequence[Status], summary: TaskSummary
     ) -> int:
-        """Start up to `missing` groups of these statuses, stragglers first, if the buffer has any; how many."""
+        """Start groups of these statuses, stragglers first, if the buffer has any; how many."""
         statuses = DRAWABLE if self._first(task.works) else again
         if not summary.due and not any(summary.statuses.get(status, 0) for status in statuses):
             return 0
-        return await self._start(task, demand, missing, again, share)
+        return await self._start(task, demand, need, again)
 
-    async def _start(
-        self, task: ProducedTask, demand: Demand, missing: int, again: Sequence[Status], share: Share
-    ) -> int:
-        """Draw up to `missing` groups, of these statuses or new ones, and start them; how many. Pauses wait for it."""
+    async def _start(self, task: ProducedTask, demand: Demand, need: Need, again: Sequence[Status]) -> int:
+        """Draw groups, of these statuses or new ones, and start them; how many. Pauses wait for it."""
         if task.works.pause.on:
             return 0
-        task.drawing = asyncio.ensure_future(self._draw(task, demand, missing, again, share))
+        task.drawing = asyncio.ensure_future(self._draw(task, demand, need, again))
         task.drawing_since = asyncio.get_running_loop().time()
         try:
             drawing, _, cancelled = await run_user_code(task.drawing)
@@ -365,11 +335,9 @@ class ProduceStrategy:
             raise cancelled
         return 0 if drawing.cancelled() else drawing.result()  # a pause, or the end, does not wait for a data set
 
-    async def _draw(
-        self, task: ProducedTask, demand: Demand, missing: int, again: Sequence[Status], share: Share
-    ) -> int:
+    async def _draw(self, task: ProducedTask, demand: Demand, need: Need, again: Sequence[Status]) -> int:
         assert task.sampler is not None
-        works, (_, sampler) = task.works, task.sampler
+        works, (_, sampler), (missing, share) = task.works, task.sampler, need
         name, first = works.task_name, self._first(works)
         if again:
             groups = await sampler.draw_again(missing, name, again, own=False, first=first, share=share)

@@ -33,7 +33,6 @@ from forebay.errors import (
     ChangedDataset,
     CursorMoved,
     ForebayError,
-    InvalidConfig,
     InvalidDataset,
     InvalidInput,
     InvalidRecord,
@@ -58,6 +57,7 @@ log = logging.getLogger(__name__)
 
 Groups: TypeAlias = list[list[RolloutState]]
 Statuses: TypeAlias = Sequence[Status]
+Ids: TypeAlias = Collection[int]
 
 _ISSUED_AT_ONCE = 64
 """Prompts that are built before the event loop gets its turn."""
@@ -343,7 +343,7 @@ class SamplerWithReplayBuffer:
         self, n: int, task_name: str, statuses: Statuses = DRAWABLE, *, own: bool = True, share: Share | None = None
     ) -> Groups:
         """As `draw`, without waiting: maybe none. `share`: no more than it allows."""
-        return await self._draw(n, task_name, statuses, new=True, own=own, share=share)
+        return await self._draw(n, task_name, statuses, share, new=True, own=own)
 
     async def draw_again(
         self,
@@ -352,7 +352,7 @@ class SamplerWithReplayBuffer:
         statuses: Statuses = DRAWABLE,
         *,
         own: bool = True,
-        first: Collection[int] = (),
+        first: Ids = (),
         share: Share | None = None,
     ) -> Groups:
         """Up to n groups of these statuses, in flight from now on; maybe none. Never waits.
@@ -360,25 +360,17 @@ class SamplerWithReplayBuffer:
         `first`: ids of groups that are drawn before the others, whichever drawable status they have. `share`: no more
         than it allows.
         """
-        drawn = await self._draw(n, task_name, DRAWABLE, new=False, own=own, only=first, share=share) if first else []
+        drawn = await self._draw(n, task_name, DRAWABLE, share, new=False, own=own, only=first) if first else []
         if len(drawn) < n and statuses:
             try:
-                drawn += await self._draw(n - len(drawn), task_name, statuses, new=False, own=own, share=share)
+                drawn += await self._draw(n - len(drawn), task_name, statuses, share, new=False, own=own)
             except BaseException:
                 await self._return(drawn, task_name)
                 raise
         return drawn
 
     async def _draw(
-        self,
-        n: int,
-        task_name: str,
-        statuses: Statuses,
-        *,
-        new: bool,
-        own: bool,
-        only: Collection[int] = (),
-        share: Share | None = None,
+        self, n: int, task_name: str, statuses: Statuses, share: Share | None, *, new: bool, own: bool, only: Ids = ()
     ) -> Groups:
         """The groups that can be drawn now. Does not wait for capacity, which would keep others from drawing."""
         drawn: Groups = []
@@ -502,18 +494,3 @@ class SamplerWithReplayBuffer:
                 await self._return(good + groups[at:], task_name)
                 raise
         return good
-
-
-def check_sampler(sampler: Any) -> None:
-    """InvalidConfig for a class with its own `sample`, which strategies do not call: they draw many groups at once."""
-    for kind, used, advice in (
-        (Sampler, Sampler.with_buffer, "with_buffer"),
-        (SamplerWithReplayBuffer, SamplerWithReplayBuffer.draw, "draw and draw_again"),
-    ):
-        own = type(sampler)
-        if isinstance(sampler, kind) and own.sample is not kind.sample and getattr(own, used.__name__) is used:
-            raise InvalidConfig(
-                f"{own.__qualname__} has its own sample(), which strategies do not call: they draw many groups at "
-                f"once; override {advice} instead, or give the order by the data set: an object with __len__ and "
-                "__getitem__ (shuffle=False), or a loader with state_dict"
-            )

@@ -18,7 +18,8 @@ from forebay.core.capacity import Settings
 from forebay.core.ledger import Account, Row
 from forebay.core.query import Node
 from forebay.storage import base
-from forebay.storage.base import Claim, Reaped, Storage
+from forebay.storage.base import Claim, Storage
+from forebay.storage.values import Reaped
 
 _REPEATABLE = frozenset(("due", "note_ends", "ends", "forget_ends", "summary", "records", "read"))
 """Operations that may happen twice. The calls of all others are numbered, so that they happen once."""

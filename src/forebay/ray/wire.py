@@ -27,7 +27,8 @@ from forebay.core.ledger import Record, Row, identify
 from forebay.core.policy import Order
 from forebay.core.rollout import Group
 from forebay.errors import DamagedData, ForebayError, StorageError
-from forebay.storage.base import Arrival, Claimed, Content, Revision
+from forebay.storage.base import Arrival, Claimed
+from forebay.storage.values import Content, Revision
 
 PROTOCOL = 2
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Collection, Mapping, Sequence
 from functools import wraps
 from typing import Any, ClassVar, Self, TypeAlias, TypeVar
 
@@ -49,34 +49,20 @@ from forebay.core.ledger import (
     Clock,
     End,
     Event,
-    Facts,
     GroupEnd,
     LedgerLine,
     Place,
     Record,
     Row,
-    Tags,
     arrival_tokens,
     close_line,
 )
 from forebay.core.query import Node
-from forebay.core.rollout import Group, Status
+from forebay.core.rollout import Status
 from forebay.core.staleness import EXPIRABLE, Limits
+from forebay.storage.values import Content, Holding, Ready, Reaped, Revision, Snapshot
 
 T = TypeVar("T")
-
-
-class Content(msgspec.Struct, frozen=True, gc=False):
-    """A group to be stored. `facts` are those of `describe(group)`; None leaves tags or priority as they are.
-
-    `frame` is the group as bytes (`codec.frame.encode_group`), for backends that store those; the backend makes it.
-    """
-
-    group: Group
-    facts: Facts
-    tags: Tags | None = None
-    priority: float | None = None
-    frame: bytes | None = None
 
 
 class Arrival(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -111,6 +97,15 @@ class Share(msgspec.Struct, frozen=True):
 
     epoch: int
     most: int
+
+
+class Draw(msgspec.Struct, frozen=True):
+    """Who draws prompts, and from where: the task's cursor, the data set's state after them, the producer's share."""
+
+    owner: str
+    cursor: int
+    source_state: bytes | None = None
+    share: Share | None = None
 
 
 class Purpose(enum.Enum):
@@ -162,28 +157,6 @@ class Claimed(msgspec.Struct, frozen=True):
     limits: Mapping[str, Limits] = {}
 
 
-class Revision(msgspec.Struct, frozen=True, gc=False):
-    """A change of a buffered row; it applies only if the row still has this revision.
-
-    `content` None: the group is stale and not retryable; it ends as discarded.
-    """
-
-    uid: int
-    revision: int
-    content: Content | None
-
-
-class Holding(msgspec.Struct, frozen=True):
-    """The groups of one task that one owner holds at one place."""
-
-    task_name: str
-    place: Place
-    owner: str
-    groups: int
-    oldest_group_id: int
-    oldest_age_s: float
-
-
 class TaskSummary(msgspec.Struct, frozen=True):
     """The figures of a task. `statuses` counts buffered groups, `fresh` those that are not too old; missing means 0."""
 
@@ -225,7 +198,7 @@ class Summary(msgspec.Struct, frozen=True):
     usage: Usage
     holdings: Sequence[Holding] = ()
     saved_step: int | None = None  # the model step of the last `saved` or `rewind`
-    owners: Collection[str] = ()  # that have it open, and have not missed their deadline
+    owners: Collection[str] = ()  # on request: those that have it open, and have not missed their deadline
 
     def task(self, task_name: str) -> TaskSummary:
         """The figures of a task; zeros if it is unknown."""
@@ -234,34 +207,6 @@ class Summary(msgspec.Struct, frozen=True):
     def ledger(self, *, tokens: bool = False) -> dict[str, LedgerLine]:
         """The closed ledger of every task."""
         return {task_name: task.line(tokens=tokens) for task_name, task in self.tasks.items()}
-
-
-class Reaped(msgspec.Struct, frozen=True):
-    """Groups that came back from dead owners, by task, and the seconds until the next owner's deadline."""
-
-    returned: Mapping[str, int]
-    next_s: float | None
-
-
-class Snapshot(msgspec.Struct, frozen=True):
-    """Everything in a storage at one moment. `rows` streams in order of uid, once; close it if you stop early.
-
-    A row is good until the next one is asked for.
-    """
-
-    accounts: Mapping[str, Account]
-    next_uid: int
-    next_timestamp_id: int
-    rows: AsyncGenerator[Row, None]
-
-
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """What a wait is for: n fresh buffered groups of a status by task, and capacity for groups and bytes."""
-
-    wants: Mapping[str, int] = {}
-    status: Status = Status.COMPLETED
-    room_groups: int = 0
-    room_bytes: int = 0
 
 
 Listener: TypeAlias = "Callable[[Collection[str]], None]"
@@ -353,21 +298,12 @@ class Storage(ABC):
     # --- moves --------------------------------------------------------------------------------------
 
     @operation(once=True)
-    async def issue(
-        self,
-        task_name: str,
-        contents: Sequence[Content],
-        *,
-        owner: str,
-        cursor: int,
-        source_state: bytes | None = None,
-        share: Share | None = None,
-    ) -> list[Record]:
+    async def issue(self, task_name: str, contents: Sequence[Content], draw: Draw) -> list[Record]:
         """Write drawn prompts as rows in flight and advance the task's cursor, in one step.
 
-        Issues the first of them that fit (`rules.fitting`, `share`), in order, and returns their records: maybe none.
-        They get the group ids `cursor`, `cursor` + 1, ... and attempt 1. CursorMoved unless the task's cursor is
-        `cursor`; DuplicateGroup if such an id was put by hand.
+        Issues the first of them that fit (`rules.fitting`, `draw.share`), in order, and returns their records: maybe
+        none. They get the group ids `draw.cursor`, `draw.cursor` + 1, ... and attempt 1. CursorMoved unless that is the
+        task's cursor; DuplicateGroup if such an id was put by hand.
         """
 
     @operation(once=True)
@@ -474,10 +410,13 @@ class Storage(ABC):
     # --- reads --------------------------------------------------------------------------------------
 
     @operation(changes=False)
-    async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
+    async def summary(
+        self, tasks: Collection[str] | None = None, *, holdings: bool = False, owners: bool = False
+    ) -> Summary:
         """Every count of these tasks (None: of all tasks), of one moment. Costs nothing per stored group.
 
         Unknown tasks are left out. `holdings`: with the groups of each owner, in proportion to what they hold.
+        `owners`: with the living owners.
         """
 
     @operation(changes=False)

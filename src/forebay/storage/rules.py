@@ -15,8 +15,9 @@ from forebay.core.capacity import Settings, Usage, fits, reservation, reserved_a
 from forebay.core.ledger import NO_TAGS, Account, End, Event, Facts, Place, Record, check_closed, check_move, take_event
 from forebay.core.rollout import Status
 from forebay.core.staleness import NO_LIMITS
-from forebay.errors import DuplicateGroup, EpochMoved, InvalidInput, LostLease
-from forebay.storage.base import Arrival, Claim, Content, Purpose, Share, TaskSummary
+from forebay.errors import DuplicateGroup, EpochMoved, InvalidConfig, InvalidInput, LostLease
+from forebay.storage.base import Arrival, Claim, Purpose, Share
+from forebay.storage.values import Content
 
 _SHARED = tuple(name for name in Facts.__struct_fields__ if name in Record.__struct_fields__)
 
@@ -192,13 +193,14 @@ def lost_lease(lost: int, groups: int, lease_id: str) -> LostLease:
     )
 
 
-def share_left(share: Share | None, task_name: str, task: TaskSummary) -> int | None:
-    """How many groups of a task a share still allows to draw; None: any number. EpochMoved in another epoch."""
-    if share is None:
-        return None
-    if share.epoch != task.account.epoch:
-        raise EpochMoved(task_name, share.epoch, task.account.epoch)
-    return max(0, share.most - task.produced - task.in_flight)
+def share_left(share: Share, task_name: str, epoch: int, drawn: int) -> int:
+    """How many groups of a task a share still allows to draw. EpochMoved unless the task is in its epoch.
+
+    `drawn`: the groups of the task that are produced or in flight.
+    """
+    if share.epoch != epoch:
+        raise EpochMoved(task_name, share.epoch, epoch)
+    return max(0, share.most - drawn)
 
 
 # --- capacity -----------------------------------------------------------------------------------------
@@ -220,6 +222,14 @@ def fitting(
             break
         reserved.append(size)
     return reserved
+
+
+def other_settings(what: str, present: object, wanted: object) -> InvalidConfig:
+    """The error for opening a storage with other settings than its owners have."""
+    return InvalidConfig(
+        f"{what} is open with {present}, and cannot be opened with {wanted}; all buffers on one storage need the same "
+        "policy and limits"
+    )
 
 
 def same_settings(one: Settings, other: Settings) -> bool:

@@ -25,9 +25,10 @@ from forebay.ray.client.link import heard
 from forebay.ray.client.storage import RayStorage, Restore
 from forebay.ray.host.operations import UID_BITS
 from forebay.ray.table import OPERATIONS, Operation, Route, TableStorage
-from forebay.storage.base import Claim, Claimed, Listener, Ready, Rows, Snapshot, Summary
+from forebay.storage.base import Claim, Claimed, Listener, Rows, Summary
 from forebay.storage.rules import StreamCheck, lost_lease
 from forebay.storage.urls import IN_MEMORY, SQLITE_URL
+from forebay.storage.values import Ready, Snapshot
 
 MAX_SHARDS = 128
 _RESTORED_UIDS = 1 << 36
@@ -223,10 +224,12 @@ class ShardedStorage(TableStorage):
             if mine:
                 await shard.forget_ends(mine)
 
-    async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
+    async def summary(
+        self, tasks: Collection[str] | None = None, *, holdings: bool = False, owners: bool = False
+    ) -> Summary:
         """See `Storage.summary`. If tasks are named, only their hosts are asked, and `usage` is of those hosts."""
         shards = [shard for shard, _ in self._by_shard(Route.TASK, tasks)] if tasks else self._shards
-        found = await asyncio.gather(*[shard.summary(tasks, holdings=holdings) for shard in shards])
+        found = await asyncio.gather(*[shard.summary(tasks, holdings=holdings, owners=owners) for shard in shards])
         used = [summary.usage for summary in found]
         steps = [summary.saved_step for summary in found if summary.saved_step is not None]
         return Summary(

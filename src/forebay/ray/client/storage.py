@@ -22,8 +22,9 @@ from forebay.ray import references, wire
 from forebay.ray.client.link import Link, Reply, heard
 from forebay.ray.table import OPERATIONS, Operation, TableStorage
 from forebay.ray.wire import Parcel
-from forebay.storage.base import Claim, Claimed, Content, Listener, Ready, Rows, Share, Snapshot, Summary
+from forebay.storage.base import Claim, Claimed, Draw, Listener, Rows, Summary
 from forebay.storage.idempotency import taken_for_good
+from forebay.storage.values import Content, Ready, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -220,29 +221,21 @@ class RayStorage(TableStorage):
             }
         await self._run(OPERATIONS["undo"], (claim, rows))
 
-    async def issue(
-        self,
-        task_name: str,
-        contents: Sequence[Content],
-        *,
-        owner: str,
-        cursor: int,
-        source_state: bytes | None = None,
-        share: Share | None = None,
-    ) -> list[Record]:
-        issued = (task_name, list(contents), owner, cursor, source_state, share)
-        records: list[Record] = await self._run(OPERATIONS["issue"], issued)
+    async def issue(self, task_name: str, contents: Sequence[Content], draw: Draw) -> list[Record]:
+        records: list[Record] = await self._run(OPERATIONS["issue"], (task_name, list(contents), draw))
         for content, record in zip(contents, records, strict=False):
             identify(content.group, task_name, record.group_id)
         return records
 
     # --- reads ----------------------------------------------------------------------------------------
 
-    async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
+    async def summary(
+        self, tasks: Collection[str] | None = None, *, holdings: bool = False, owners: bool = False
+    ) -> Summary:
         """See `Storage.summary`. If the host is lost, the summary of all tasks comes from its last note."""
         try:
             asked = None if tasks is None else list(tasks)
-            summary: Summary = await self._run(OPERATIONS["summary"], (asked, holdings))
+            summary: Summary = await self._run(OPERATIONS["summary"], (asked, holdings, owners))
             return summary
         except BufferLost:
             note = await self.link.note() if tasks is None else None

@@ -37,10 +37,11 @@ from forebay.ray.host.notes import Note, NoteWriter
 from forebay.ray.host.operations import Book, Exchange, FrameStorage, HostSpec, Operations
 from forebay.ray.table import OPERATIONS
 from forebay.ray.wire import Frames, Message, Parcel, Payload, Request, message_of_arguments, results_of
-from forebay.storage.base import Ready, Storage
+from forebay.storage.base import Storage
 from forebay.storage.idempotency import CALL, Call
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.storage.urls import IN_MEMORY, SQLITE_URL, build_storage
+from forebay.storage.values import Ready
 
 log = logging.getLogger(__name__)
 

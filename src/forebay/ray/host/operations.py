@@ -27,11 +27,12 @@ from forebay.core.rollout import Group, Status, group_status
 from forebay.errors import InvalidInput, LostLease
 from forebay.ray.table import Operation
 from forebay.ray.wire import Frame, Frames, Message
-from forebay.storage.base import Claim, Claimed, Content, Rows, Storage
+from forebay.storage.base import Claim, Claimed, Rows, Storage
 from forebay.storage.idempotency import CALL, Answered, Call, CallMemory
 from forebay.storage.local.engine import Engine
 from forebay.storage.local.memory import MemoryStorage, MemoryTable
 from forebay.storage.local.storage import LocalStorage
+from forebay.storage.values import Content
 
 
 class _FrameEngine(Engine):

@@ -37,12 +37,13 @@ from forebay.core.ledger import (
 from forebay.core.policy import CHOICE_ROWS, checked_choice
 from forebay.core.rollout import Group, Status, group_status
 from forebay.core.staleness import EXPIRABLE, NO_FLOORS, Floors
-from forebay.errors import BufferClosed, CursorMoved, InvalidConfig
+from forebay.errors import BufferClosed, CursorMoved
 from forebay.storage import rules
-from forebay.storage.base import Arrival, Claim, Claimed, Content, Purpose, Reaped, Revision, Rows, Share
+from forebay.storage.base import Arrival, Claim, Claimed, Draw, Purpose, Rows, Share
 from forebay.storage.idempotency import is_held, taken_for_good
 from forebay.storage.local.owners import Outbox, Owners
 from forebay.storage.local.table import Archive, Table
+from forebay.storage.values import Content, Reaped, Revision
 
 Chosen = list[tuple[str, Status, list[Row]]]
 
@@ -108,10 +109,7 @@ class Engine:
     def open(self, owner: str, settings: Settings, lease_s: float | None) -> None:
         if not rules.same_settings(settings, self.settings):
             if self.owners.open:
-                raise InvalidConfig(
-                    f"this storage is open with {self.settings}, and cannot be opened with {settings}; all buffers on "
-                    "one storage need the same policy and limits"
-                )
+                raise rules.other_settings("this storage", self.settings, settings)
             rows = self.table.rows()
             self.settings, self.table = settings, self.make_table(settings)
             for row in rows:
@@ -154,25 +152,14 @@ class Engine:
 
     # --- arriving -------------------------------------------------------------------------------------
 
-    def issue(
-        self,
-        task_name: str,
-        contents: Sequence[Content],
-        *,
-        owner: str,
-        cursor: int,
-        source_state: bytes | None = None,
-        share: Share | None = None,
-    ) -> list[Record]:
-        self._check_owner(owner)
-        account = self.accounts.get(task_name) or Account()
-        if share is not None:
-            contents = contents[: self._share_left(share, task_name)]
+    def issue(self, task_name: str, contents: Sequence[Content], draw: Draw) -> list[Record]:
+        self._check_owner(draw.owner)
+        account, cursor = self.accounts.get(task_name) or Account(), draw.cursor
+        contents = contents[: self._share_left(draw.share, task_name)]
         if account.cursor != cursor:
             raise CursorMoved(task_name, cursor, account.cursor)
-        for group_id in range(cursor, cursor + len(contents)):
-            if self.table.find(task_name, group_id) is not None:
-                raise rules.drawn_by_hand(task_name, group_id)
+        for taken in (n for n in range(cursor, cursor + len(contents)) if self.table.find(task_name, n) is not None):
+            raise rules.drawn_by_hand(task_name, taken)
         in_flight = sum(self.table.places(name, tokens=False).get(Place.IN_FLIGHT, 0) for name in self.accounts)
         reserved = rules.fitting(contents, account.sizes, self.table.usage(), self.settings, in_flight)
         if not reserved:
@@ -181,13 +168,14 @@ class Engine:
         records = []
         for group_id, (content, size) in enumerate(zip(contents, reserved, strict=False), cursor):
             check_move(Event.DRAWN, None)
-            row = self._add(task_name, group_id, content, Place.IN_FLIGHT, owner=owner, attempt=1, reserved_bytes=size)
+            row = self._add(
+                task_name, group_id, content, Place.IN_FLIGHT, owner=draw.owner, attempt=1, reserved_bytes=size
+            )
             records.append(row.record)
             account.issued_tokens += content.facts.tokens
         account.issued += len(records)
         account.cursor += len(records)
-        if source_state is not None:
-            account.source_state = source_state
+        account.source_state = account.source_state if draw.source_state is None else draw.source_state
         return records
 
     def put(self, arrivals: Sequence[Arrival], *, owner: str) -> list[Record]:
@@ -289,8 +277,7 @@ class Engine:
                 rows[task_name] += self._claim_rows(task_name, status, found, claim)
             if claim.purpose is Purpose.TAKE:  # taking frees capacity; leasing and drawing let no waiter continue
                 self._change(task_name for task_name, taken in rows.items() if taken)
-        accounts = {task_name: self.accounts.get(task_name) for task_name in claim.wants}
-        limits = {task_name: account.limits for task_name, account in accounts.items() if account is not None}
+        limits = {task_name: self.accounts[task_name].limits for task_name in claim.wants if task_name in self.accounts}
         return Claimed(rows, tuple([task_name for task_name in claim.wants if self._is_due(task_name)]), limits)
 
     def _choose(self, claim: Claim) -> Chosen | None:
@@ -330,8 +317,12 @@ class Engine:
         return [r for r in found if (r.record.place, r.record.status) == state and is_fresh(r.record, floors)]
 
     def _share_left(self, share: Share | None, task_name: str) -> int | None:
-        account = self.accounts.get(task_name) or Account()
-        return None if share is None else rules.share_left(share, task_name, self.table.summary(task_name, account))
+        if share is None:
+            return None
+        account, places = self.accounts.get(task_name) or Account(), self.table.places(task_name, tokens=False)
+        held = places.get(Place.LEASED, 0) + places.get(Place.IN_FLIGHT, 0) + account.ended.get(End.TRAINED, 0)
+        fresh = self.table.count_fresh(task_name, Status.COMPLETED, account.floors)
+        return rules.share_left(share, task_name, account.epoch, held + fresh)
 
     def _is_due(self, task_name: str) -> bool:
         floors = self._floors(task_name)
@@ -364,16 +355,8 @@ class Engine:
 
     def _undo_end(self, row: Row) -> bool:
         record = row.record
-        now = self.table.get(record.uid)
-        if now is not None:
-            if now.record.place is not Place.ARCHIVED:
-                return False  # it is already back
-            self.archive.uids.remove(record.uid)
-            self.table.replace(now.record, Row(record, now.group))
-        elif self.table.find(record.task_name, record.group_id) is not None:
-            return False  # its identity was put again by hand
-        else:
-            self.table.add(row)
+        if not self.archive.take_back(self.table, row):
+            return False
         end = rules.end_of(take_event(record.status), Place.BUFFERED)
         self.account(record.task_name).end(end, -record.tokens, None, groups=-1)
         self.outbox.retract(group_end(record, end, None))
@@ -425,12 +408,10 @@ class Engine:
         failed: Counter[str] = Counter()
         for uid, reason in reasons.items():
             row = self.table.get(uid)
-            if row is None:
-                continue
-            if row.record.place is Place.ARCHIVED:  # it has already ended
+            if row is not None and row.record.place is Place.ARCHIVED:  # it has already ended
                 self.archive.uids.remove(uid)
                 self.table.remove((row.record,))
-            else:
+            elif row is not None:
                 self._end(row, End.FAILED, reason)
                 failed[row.record.task_name] += 1
         self._change(failed)
@@ -467,7 +448,6 @@ class Engine:
 
     def rewind_rows(self, rows: Sequence[Row], model_step: int) -> dict[str, int]:
         """Bring archived rows (with their payload) back; see `Storage.rewind`."""
-        rewound: Counter[str] = Counter()
         for row in rows:
             record = row.record
             check_move(Event.REWOUND, record.place)
@@ -475,10 +455,10 @@ class Engine:
             back = rules.rewound_record(record, self._status_of(row), self.clock())
             self.table.replace(record, Row(back, row.group))
             self.archive.uids.remove(record.uid)
-            rewound[record.task_name] += 1
         for account in self.accounts.values():
             account.rewind(model_step)
         self.archive.saved_step = model_step
+        rewound = Counter(row.record.task_name for row in rows)
         self._change(rewound)
         return dict(rewound)
 

@@ -17,12 +17,14 @@ from typing import Any
 from forebay.core.ledger import Account, Place, Record, Row
 from forebay.core.query import Node, pins, predicate
 from forebay.core.rollout import Status
+from forebay.core.staleness import EXPIRABLE, NO_FLOORS
 from forebay.errors import InvalidInput
-from forebay.storage.base import Holding, Listener, Operation, Reaped, Snapshot, Storage, Summary
+from forebay.storage.base import Listener, Operation, Storage, Summary, TaskSummary
 from forebay.storage.idempotency import Kept, Returned
 from forebay.storage.local.engine import Engine
 from forebay.storage.local.table import Table
 from forebay.storage.rules import StreamCheck, copied, is_used
+from forebay.storage.values import Holding, Reaped, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -128,16 +130,30 @@ class LocalStorage(Storage):
     def __len__(self) -> int:
         return len(self._engine.table)
 
-    async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
+    async def summary(
+        self, tasks: Collection[str] | None = None, *, holdings: bool = False, owners: bool = False
+    ) -> Summary:
         engine = self._engine
         names = engine.accounts if tasks is None else [name for name in tasks if name in engine.accounts]
         return Summary(
-            {task_name: engine.table.summary(task_name, copied(engine.accounts[task_name])) for task_name in names},
+            {task_name: self._task_summary(task_name) for task_name in names},
             engine.table.usage(),
             self._holdings() if holdings else (),
             engine.archive.saved_step,
-            engine.owners.living(),
+            engine.owners.living() if owners else (),
         )
+
+    def _task_summary(self, task_name: str) -> TaskSummary:
+        table, account = self._engine.table, self._engine.accounts[task_name]
+        statuses = {status: n for status in Status if (n := table.count(task_name, status))}
+        fresh, floors = statuses, account.floors
+        if floors is not NO_FLOORS:
+            fresh = dict(statuses)
+            for status in EXPIRABLE:
+                if status in fresh:
+                    fresh[status] = table.count_fresh(task_name, status, floors)
+        places, tokens = (table.places(task_name, tokens=tokens) for tokens in (False, True))
+        return TaskSummary(copied(account), statuses, fresh, places, tokens)
 
     def _holdings(self) -> list[Holding]:
         now, table = self._engine.clock(), self._engine.table

@@ -11,11 +11,10 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 
 from forebay.core.capacity import Usage
-from forebay.core.ledger import Account, Place, Record, Row
+from forebay.core.ledger import Place, Record, Row
 from forebay.core.query import Pins
 from forebay.core.rollout import Status
-from forebay.core.staleness import EXPIRABLE, NO_FLOORS, Floors
-from forebay.storage.base import TaskSummary
+from forebay.core.staleness import Floors
 
 
 class Table(ABC):
@@ -82,18 +81,6 @@ class Table(ABC):
     def __len__(self) -> int:
         """Buffered rows of all tasks."""
 
-    def summary(self, task_name: str, account: Account) -> TaskSummary:
-        """The figures of a task."""
-        statuses = {status: n for status in Status if (n := self.count(task_name, status))}
-        fresh, floors = statuses, account.floors
-        if floors is not NO_FLOORS:
-            fresh = dict(statuses)
-            for status in EXPIRABLE:
-                if status in fresh:
-                    fresh[status] = self.count_fresh(task_name, status, floors)
-        places, tokens = (self.places(task_name, tokens=tokens) for tokens in (False, True))
-        return TaskSummary(account, statuses, fresh, places, tokens)
-
     def check(self) -> None:
         """Assert that every index and count is what the rows say."""
         assert len(self) == sum(row.record.place is Place.BUFFERED for row in self.rows())
@@ -124,6 +111,20 @@ class Archive:
             self.uids.popleft()
             if oldest is not None:
                 table.remove((oldest.record,))
+
+    def take_back(self, table: Table, row: Row) -> bool:
+        """Buffer a row again that was taken for good; whether it had left."""
+        record, now = row.record, table.get(row.record.uid)
+        if now is not None:
+            if now.record.place is not Place.ARCHIVED:
+                return False  # it is already back
+            self.uids.remove(record.uid)
+            table.replace(now.record, Row(record, now.group))
+        elif table.find(record.task_name, record.group_id) is not None:
+            return False  # its identity was put again by hand
+        else:
+            table.add(row)
+        return True
 
     def trained_after(self, table: Table, model_step: int) -> list[Row]:
         """The rows that were trained for a later step than that of these weights."""

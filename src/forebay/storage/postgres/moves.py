@@ -14,12 +14,12 @@ from forebay.codec.records import decode_end
 from forebay.core.ledger import End, Event, GroupEnd, Place, Record, check_move
 from forebay.core.query import Node
 from forebay.core.rollout import Status
-from forebay.storage.base import Revision
 from forebay.storage.payloads import encoded
 from forebay.storage.postgres import accounts
 from forebay.storage.postgres.columns import RECORD, condition, read_record, to_text
 from forebay.storage.postgres.step import NEW, Step
 from forebay.storage.rules import abandoned_record, end_of, lost_lease, nacked_record, revised_record, rewound_record
+from forebay.storage.values import Revision
 
 # The oldest beyond `keep_trained`, except those that no saved weights were trained on yet.
 _TRIM = """

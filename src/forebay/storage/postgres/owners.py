@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from forebay.core.capacity import Settings
-from forebay.errors import InvalidConfig
 from forebay.storage.postgres import moves
 from forebay.storage.postgres.columns import from_text, to_text
 from forebay.storage.postgres.schema import advisory_key, replace_order_index, settings_text
 from forebay.storage.postgres.step import Step
+from forebay.storage.rules import other_settings
 
 _KEEP_S = 86_400.0
 """How long an owner that stopped sending heartbeats is remembered."""
@@ -41,10 +41,7 @@ async def register(step: Step, name: str, owner: str, settings: Settings, lease_
     stored = await connection.fetchval("SELECT settings FROM store")
     if stored != wanted:
         if await connection.fetchval(f"SELECT EXISTS (SELECT FROM owners WHERE {LIVES})"):
-            raise InvalidConfig(
-                f"the buffer {name!r} is open with {stored}, and cannot be opened with {wanted}; all buffers on one "
-                "storage need the same policy and limits"
-            )
+            raise other_settings(f"the buffer {name!r}", stored, wanted)
         await replace_order_index(connection, settings.order)
         await connection.execute("UPDATE store SET settings = $1", wanted)
     await connection.execute(RENEW, to_text(owner), lease_s)

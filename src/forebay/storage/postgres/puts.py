@@ -14,7 +14,7 @@ from forebay.core.capacity import MAX_SIZES, Settings, check_room, response_size
 from forebay.core.ledger import Account, End, Event, Place, Record, Row, arrival_event, check_move, identify
 from forebay.core.rollout import Status, group_status
 from forebay.errors import CursorMoved, InvalidInput
-from forebay.storage.base import Arrival, Content, Share
+from forebay.storage.base import Arrival, Draw
 from forebay.storage.idempotency import CALL
 from forebay.storage.payloads import Slices
 from forebay.storage.postgres import accounts
@@ -33,6 +33,7 @@ from forebay.storage.rules import (
     restored_accounts,
     returned_record,
 )
+from forebay.storage.values import Content
 
 COPY_BYTES = 1 << 20
 """Frames of this size together go through COPY; below, one statement with arrays is faster."""
@@ -117,21 +118,11 @@ async def _write(step: Step, frames: Frames, stored: dict[int, Record]) -> dict[
 # --- issue --------------------------------------------------------------------------------------------
 
 
-async def issue(
-    step: Step,
-    task_name: str,
-    contents: Sequence[Content],
-    frames: Frames,
-    *,
-    owner: str,
-    cursor: int,
-    source_state: bytes | None,
-    share: Share | None,
-) -> list[Record]:
+async def issue(step: Step, task_name: str, contents: Sequence[Content], frames: Frames, draw: Draw) -> list[Record]:
     """Write the prompts that fit as rows in flight, and advance the cursor."""
-    connection, name = step.connection, to_text(task_name)
-    if share is not None:
-        contents = contents[: await share_left(connection, share, task_name)]
+    connection, name, cursor = step.connection, to_text(task_name), draw.cursor
+    if draw.share is not None:
+        contents = contents[: await share_left(connection, draw.share, task_name)]
     arguments = (name, cursor, cursor + len(contents) - 1)
     while True:
         found = await connection.fetchrow(_BEFORE_ISSUE, *arguments)
@@ -154,7 +145,7 @@ async def issue(
             group_id=cursor + index,
             place=Place.IN_FLIGHT,
             now=NEW,
-            owner=owner,
+            owner=draw.owner,
             attempt=1,
             reserved_bytes=size,
         )
@@ -165,7 +156,7 @@ async def issue(
         step.also(
             "UPDATE accounts SET cursor = cursor + {}, source_state = coalesce({}, source_state) WHERE task_name = {}",
             (len(stored), "bigint"),
-            (source_state, "bytea"),
+            (draw.source_state, "bytea"),
             (name, "text"),
         )
     if sum(sizes_of(found).values()) >= MAX_SIZES:  # what was counted so far counts half from now on

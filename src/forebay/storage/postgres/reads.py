@@ -22,13 +22,14 @@ from forebay.core.rollout import Status
 from forebay.core.staleness import EXPIRABLE
 from forebay.errors import DamagedData, StorageUnavailable
 from forebay.storage import rules
-from forebay.storage.base import Holding, Share, Snapshot, Summary, TaskSummary
+from forebay.storage.base import Share, Summary, TaskSummary
 from forebay.storage.payloads import in_slices, read_row
 from forebay.storage.postgres.accounts import ACCOUNT, read_account
 from forebay.storage.postgres.columns import RECORD, condition, from_text, read_record, to_text
 from forebay.storage.postgres.connections import LOST, READ, is_closed
 from forebay.storage.postgres.owners import IS_LATE, LIVES
 from forebay.storage.postgres.step import BUFFERED, COUNTERS, NOW
+from forebay.storage.values import Holding, Snapshot
 
 Found: TypeAlias = "tuple[Record, bytes | None]"
 """A record and its frame."""
@@ -77,7 +78,7 @@ SELECT json_agg(json_build_array(task_name, place, owner, n, oldest, greatest(0,
 
 _SUMMARY = f"""
 SELECT s.saved_step, u.*, -h.last_value - h.is_called::int AS next_hand_id, ({_HOLDINGS}) AS holdings,
-    (SELECT array_agg(owner ORDER BY owner) FROM owners WHERE {LIVES}) AS living, k.task_name, {_FIGURES},
+    (SELECT array_agg(owner ORDER BY owner) FROM owners WHERE $3 AND ({LIVES})) AS living, k.task_name, {_FIGURES},
     (SELECT json_object_agg(reason, n ORDER BY reason) FROM (
         SELECT reason, sum(groups)::bigint AS n FROM reasons WHERE task_name = k.task_name GROUP BY reason
     ) r WHERE n <> 0) AS reasons,
@@ -105,10 +106,12 @@ def _counts(data: str | None) -> dict[str, int]:
     return {} if data is None else json.loads(data)
 
 
-async def summary(connection: Any, tasks: Collection[str] | None, holdings: bool) -> tuple[Summary, int]:
+async def summary(
+    connection: Any, tasks: Collection[str] | None, holdings: bool, owners: bool = False
+) -> tuple[Summary, int]:
     """Every count of these tasks (None: of all), and the number of buffered groups."""
     names = None if tasks is None else [to_text(task_name) for task_name in tasks]
-    rows = await connection.fetch(_SUMMARY, names, holdings)
+    rows = await connection.fetch(_SUMMARY, names, holdings, owners)
     first = rows[0]
     found = {}
     for row in rows:
@@ -155,9 +158,8 @@ async def claimable(connection: Any, tasks: Collection[str]) -> tuple[dict[str, 
 async def share_left(connection: Any, share: Share, task_name: str) -> int:
     """How many groups of a task a share still allows to draw."""
     found, _ = await claimable(connection, (task_name,))
-    left = rules.share_left(share, task_name, found.get(task_name) or TaskSummary())
-    assert left is not None
-    return left
+    task = found.get(task_name) or TaskSummary()
+    return rules.share_left(share, task_name, task.account.epoch, task.produced + task.in_flight)
 
 
 # --- rows ---------------------------------------------------------------------------------------------

@@ -23,20 +23,7 @@ from forebay.core.ledger import Account, Clock, GroupEnd, Record, Row
 from forebay.core.query import Node
 from forebay.core.rollout import Status
 from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, EpochMoved, LostLease, NoRoom
-from forebay.storage.base import (
-    Arrival,
-    Claim,
-    Claimed,
-    Content,
-    Listener,
-    Operation,
-    Reaped,
-    Rows,
-    Share,
-    Snapshot,
-    Storage,
-    Summary,
-)
+from forebay.storage.base import Arrival, Claim, Claimed, Draw, Listener, Operation, Rows, Storage, Summary
 from forebay.storage.idempotency import CALL, Answered, Call, CallMemory, Returned
 from forebay.storage.payloads import fail_damaged, read_rows
 from forebay.storage.postgres import accounts, claims, moves, owners, puts, reads
@@ -45,6 +32,7 @@ from forebay.storage.postgres.notify import EVERYTHING, Notifier
 from forebay.storage.postgres.schema import advisory_key, ensure_schema
 from forebay.storage.postgres.step import Step
 from forebay.storage.urls import checked_name
+from forebay.storage.values import Content, Reaped, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -247,28 +235,17 @@ class PostgresStorage(Storage, CallMemory):
 
     # --- arriving -----------------------------------------------------------------------------------
 
-    async def issue(
-        self,
-        task_name: str,
-        contents: Sequence[Content],
-        *,
-        owner: str,
-        cursor: int,
-        source_state: bytes | None = None,
-        share: Share | None = None,
-    ) -> list[Record]:
-        self._check_owner(owner)
+    async def issue(self, task_name: str, contents: Sequence[Content], draw: Draw) -> list[Record]:
+        self._check_owner(draw.owner)
         frames = puts.Frames(contents)
         records = await self._step(
-            lambda step: puts.issue(
-                step, task_name, contents, frames, owner=owner, cursor=cursor, source_state=source_state, share=share
-            ),
+            lambda step: puts.issue(step, task_name, contents, frames, draw),
             "issue",
-            lock=self._room if share is not None or puts.is_bounded(self._connections.settings) else None,
+            lock=self._room if draw.share is not None or puts.is_bounded(self._connections.settings) else None,
         )
-        if owner in self._closed:  # closed meanwhile
-            await self.release(owner)
-            self._check_owner(owner)
+        if draw.owner in self._closed:  # closed meanwhile
+            await self.release(draw.owner)
+            self._check_owner(draw.owner)
         return records
 
     @property
@@ -389,8 +366,11 @@ class PostgresStorage(Storage, CallMemory):
             return []
         return await self._step(lambda step: moves.ends(step, owner, limit))
 
-    async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
-        summary, self._buffered = await self._read(lambda connection: reads.summary(connection, tasks, holdings))
+    async def summary(
+        self, tasks: Collection[str] | None = None, *, holdings: bool = False, owners: bool = False
+    ) -> Summary:
+        look = partial(reads.summary, tasks=tasks, holdings=holdings, owners=owners)
+        summary, self._buffered = await self._read(look)
         self._tasks.update(tasks or (), summary.tasks)
         return summary
 

@@ -31,7 +31,7 @@ from forebay.core.aio import in_thread, see_through
 from forebay.core.capacity import Settings
 from forebay.core.ledger import Account, Place, Record, Row, identify
 from forebay.errors import BufferClosed, DamagedData, InvalidConfig, InvalidInput, StorageError
-from forebay.storage.base import Arrival, Claim, Claimed, Content, Revision, Rows, Share, Snapshot
+from forebay.storage.base import Arrival, Claim, Claimed, Draw, Rows
 from forebay.storage.idempotency import (
     CALL,
     Answered,
@@ -50,6 +50,7 @@ from forebay.storage.payloads import encoded, fail_damaged, read_rows
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.lock import OpenFiles, ProcessLock, check_file_system
 from forebay.storage.sqlite.writer import ON_DISK, JournaledEngine, JournalTable, Payload, Transaction, Writer
+from forebay.storage.values import Content, Revision, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -299,21 +300,10 @@ class SQLiteStorage(LocalStorage, CallMemory):
         frames = await encoded(content.group for content in contents)
         return [replace(content, frame=frame) for content, frame in zip(contents, frames, strict=True)]
 
-    async def issue(
-        self,
-        task_name: str,
-        contents: Sequence[Content],
-        *,
-        owner: str,
-        cursor: int,
-        source_state: bytes | None = None,
-        share: Share | None = None,
-    ) -> list[Record]:
+    async def issue(self, task_name: str, contents: Sequence[Content], draw: Draw) -> list[Record]:
         framed = await self._framed(contents)
         self._check_not_restoring()
-        records = await super().issue(
-            task_name, framed, owner=owner, cursor=cursor, source_state=source_state, share=share
-        )
+        records = await super().issue(task_name, framed, draw)
         for content, record in zip(contents, records, strict=False):
             identify(content.group, task_name, record.group_id)
         return records

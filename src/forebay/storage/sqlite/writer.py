@@ -29,7 +29,6 @@ from forebay.core.ledger import GroupEnd, Record, Row
 from forebay.core.policy import Order
 from forebay.core.rollout import Group
 from forebay.errors import StorageError, StorageVanished
-from forebay.storage.base import Content
 from forebay.storage.idempotency import Call, Handed, Kept
 from forebay.storage.local.engine import Engine
 from forebay.storage.local.memory import MemoryTable
@@ -37,6 +36,7 @@ from forebay.storage.local.owners import Outbox
 from forebay.storage.local.table import Table
 from forebay.storage.sqlite import schema
 from forebay.storage.sqlite.schema import summary_of
+from forebay.storage.values import Content
 
 ON_DISK: Group = ()
 """The payload of a row whose samples are on disk."""

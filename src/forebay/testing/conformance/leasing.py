@@ -11,7 +11,8 @@ from forebay.core.policy import StalenessReplayPolicy
 from forebay.core.rollout import Status
 from forebay.core.staleness import EXPIRABLE, Limits
 from forebay.errors import LostLease
-from forebay.storage.base import Purpose, Revision
+from forebay.storage.base import Purpose
+from forebay.storage.values import Revision
 from forebay.testing.conformance.suite import (
     ABORTED,
     COMPLETED,

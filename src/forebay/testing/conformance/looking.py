@@ -19,7 +19,7 @@ from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import Limits
 from forebay.errors import DuplicateGroup, InvalidConfig, InvalidInput, UnsupportedPayload
 from forebay.prompts.sampler import Sampler
-from forebay.storage.base import Revision
+from forebay.storage.values import Revision
 from forebay.testing.conformance.suite import (
     COMPLETED,
     EXPIRED,

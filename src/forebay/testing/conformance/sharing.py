@@ -11,14 +11,14 @@ from forebay.core.ledger import Clock, Event, Record
 from forebay.core.policy import FIFOReplayPolicy
 from forebay.core.staleness import Limits
 from forebay.errors import CursorMoved, EpochMoved
-from forebay.storage.base import Purpose, Share
+from forebay.storage.base import Draw, Purpose, Share
 from forebay.testing.conformance.suite import ABORTED, INIT, ME, OTHER, Store, Suite, content, raises, storage_test
 from forebay.testing.samples import make_group
 
 
 async def issue(store: Store, n: int, cursor: int, share: Share, owner: str = ME) -> list[Record]:
     contents = [content(make_group(status=INIT)) for _ in range(n)]
-    return await store.storage.issue("math", contents, owner=owner, cursor=cursor, share=share)
+    return await store.storage.issue("math", contents, Draw(owner, cursor, share=share))
 
 
 class Sharing(Suite):
@@ -112,7 +112,7 @@ class Sharing(Suite):
     async def test_the_summary_names_the_living_owners(self, store: Store) -> None:
         storage = store.storage
         await storage.open(OTHER, Settings(order=FIFOReplayPolicy().order), self.lease_s)
-        assert set((await storage.summary(())).owners) == {ME, OTHER}
+        assert set((await storage.summary((), owners=True)).owners) == {ME, OTHER}
         self.advance_clock(storage, 2 * self.lease_s)
-        assert set((await storage.summary(())).owners) == {ME}
+        assert set((await storage.summary((), owners=True)).owners) == {ME}
         await storage.close(OTHER)

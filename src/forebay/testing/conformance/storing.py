@@ -21,7 +21,8 @@ from forebay.core.query import parse
 from forebay.core.rollout import Status
 from forebay.core.staleness import Limits
 from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, LostLease, NoRoom, PolicyError
-from forebay.storage.base import Claim, Purpose, Revision
+from forebay.storage.base import Claim, Draw, Purpose
+from forebay.storage.values import Revision
 from forebay.testing.conformance.suite import (
     ABORTED,
     COMPLETED,
@@ -301,9 +302,7 @@ class Storing(Suite):
 
     @storage_test()
     async def test_issuing_writes_the_row_and_moves_the_cursor(self, store: Store) -> None:
-        records = await store.storage.issue(
-            "math", [content(make_group(status=INIT))], owner=ME, cursor=0, source_state=b"state"
-        )
+        records = await store.storage.issue("math", [content(make_group(status=INIT))], Draw(ME, 0, b"state"))
         account = await store.account()
         assert (account.cursor, account.issued, account.source_state) == (1, 1, b"state")
         assert [(record.group_id, record.place, record.attempt) for record in records] == [(0, Place.IN_FLIGHT, 1)]

@@ -14,7 +14,8 @@ from forebay.core.ledger import Account, Record, Row, Tags, describe
 from forebay.core.policy import FIFOReplayPolicy, ReplayPolicy
 from forebay.core.query import parse
 from forebay.core.rollout import RolloutState, Status
-from forebay.storage.base import Arrival, Claim, Content, Purpose, Rows, Storage, TaskSummary
+from forebay.storage.base import Arrival, Claim, Draw, Purpose, Rows, Storage, TaskSummary
+from forebay.storage.values import Content
 from forebay.testing.samples import make_group
 
 S = TypeVar("S", bound="Suite")
@@ -64,7 +65,7 @@ class Store:
 
     async def issue(self, n: int = 1, *, cursor: int = 0, task_name: str = "math", owner: str = ME) -> list[Record]:
         contents = [content(make_group(status=INIT)) for _ in range(n)]
-        return await self.storage.issue(task_name, contents, owner=owner, cursor=cursor)
+        return await self.storage.issue(task_name, contents, Draw(owner, cursor))
 
     async def claim(self, n: int, *statuses: Status, task_name: str = "math", **more: Any) -> list[Row]:
         return (await self.claimed(claim_of(n, *statuses, task_name=task_name, **more)))[task_name]
