@@ -54,6 +54,8 @@ class Session:
         self._opening: asyncio.Future[None] | None = None
         self._opened = False
         self._asked: list[Mapping[str, int]] = []
+        self._nudges = 0
+        self._calm: list[asyncio.Future[None]] = []
         self._next_reap = 0.0  # when dead owners may be found again
         self._refused: Facts | None = None  # of the last prompt, if it did not fit
 
@@ -134,9 +136,24 @@ class Session:
         await self.storage.close(self.owner)
 
     def nudge(self) -> None:
-        """Let every wait try again: something outside the storage changed."""
+        """Let every wait try again, at once: something changed here."""
+        self._nudges += 1
+        for waiter in self._calm:
+            if not waiter.done():
+                waiter.set_result(None)
         if self._changes is not None:
             self._changes.notify()
+
+    async def _nudged_within(self, seconds: float) -> None:
+        """Wait for a nudge, for a while."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._calm.append(waiter)
+        try:
+            if seconds > 0:
+                await asyncio.wait((waiter,), timeout=seconds)
+        finally:
+            self._calm.remove(waiter)
+            waiter.cancel()
 
     # --- waiting --------------------------------------------------------------------------------------
 
@@ -150,12 +167,14 @@ class Session:
         wants: Mapping[str, int] | None = None,
         *,
         needs_room: bool = True,
+        calm_s: Callable[[], float] = lambda: 0.0,
     ) -> T:
         """Repeat an attempt after every change of the tasks until it returns something; `explain_wait` lists it.
 
         WaitTimeout explains what was missing. `ready()`: the least that has to be available, for a storage that can
         wait for that by itself. `wants`: the batch of completed groups that it waits for; InvalidConfig if that can
-        never come. `needs_room`: it may also wait for capacity, which any task can free.
+        never come. `needs_room`: it may also wait for capacity, which any task can free. `calm_s()`: the least time
+        between two attempts, unless `nudge` is called: where many processes change the storage all the time.
         """
         changes = await self.ready()
         deadline = Deadline(timeout_s)
@@ -170,7 +189,10 @@ class Session:
             while True:
                 if wants is not None:
                     await self.check_can_come(wants)
+                nudges, tried = self._nudges, asyncio.get_running_loop().time()
                 await self._wait(changes, ticket, deadline, what, ready and ready(), woken_by)
+                if self._nudges == nudges and (least_s := calm_s()):
+                    await self._nudged_within(tried + least_s - asyncio.get_running_loop().time())
                 ticket = changes.ticket(woken_by)
                 found = await attempt()
                 if found is not None:

@@ -268,7 +268,9 @@ class DisaggregatedAgentLoopManager(Manager):
         names = ", ".join(f"{groups} of task {name!r}" for name, groups in wants.items())
         what = f"the batch of train step {train_step}: {names}"
         try:
-            found = await self._internals.until(attempt, what, list(wants), timeout_s=deadline.left_s(), wants=sizes)
+            found = await self._internals.until(
+                attempt, what, list(wants), timeout_s=deadline.left_s(), wants=sizes, calm_s=self.run.calm_s
+            )
         except WaitTimeout as late:
             explanation = f"{late.explanation}\n{await self._explain_tasks()}"
             raise WaitTimeout(what, deadline.timeout_s or 0.0, explanation) from late.__cause__

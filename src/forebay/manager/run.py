@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_CALM_S = 0.1
+"""How often a member looks at what others do. It is told at once what happens in its own process."""
+
 
 class TaskTerms(msgspec.Struct, frozen=True):
     """The settings of a task that all members must share."""
@@ -169,6 +172,10 @@ class Run(Among):
         """An equal part for each living producer."""
         producers = len(self.agreed.producers(self.owners)) or 1
         return -(-wanted // producers)
+
+    def calm_s(self) -> float:
+        """A tenth of a second, if others produce."""
+        return _CALM_S if any(owner != self.owner for owner in self.agreed.producers(self.owners)) else 0.0
 
     def sets_clock(self) -> bool:
         """Whether this member trains. A producer of a run before must not move the clock of the run after a resume."""

@@ -153,6 +153,10 @@ class Among:
         """How many of the wanted groups this producer may have in flight."""
         return wanted
 
+    def calm_s(self) -> float:
+        """How long to wait, at least, between two looks at what other producers do."""
+        return 0.0
+
     def sets_clock(self) -> bool:
         """Whether this producer may advance the train step of the task."""
         return True

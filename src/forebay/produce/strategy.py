@@ -275,7 +275,8 @@ class ProduceStrategy:
         what = f"{demand.target} groups completed, leased or trained"
         what = f"{demand.batch_size} completed groups in the buffer" if demand.target is None else what
         woken_by = (task_name,) if demand.among.lead is None else (task_name, demand.among.lead)
-        production = await self._internals.until(step, f"task {task_name!r} to have {what}", woken_by)
+        what = f"task {task_name!r} to have {what}"
+        production = await self._internals.until(step, what, woken_by, calm_s=demand.among.calm_s)
         if production.exhausted:
             works.rejections_in_a_row = 0  # the next call tries again
         if not self.leaves_work_running or production.exhausted:
