@@ -24,6 +24,7 @@ from forebay import (
     DisaggregatedAgentLoopManager,
     InvalidConfig,
     InvalidInput,
+    LostLease,
     MemoryStorage,
     NoProgress,
     ProduceBatchResult,
@@ -477,3 +478,79 @@ def test_g04_a_resume_fences_the_producers_of_the_run_before(tmp_path: Path) -> 
         await ended(again, late, *newcomers)
 
     main()
+
+
+# --- ranks of a trainer ---------------------------------------------------------------------------------
+
+
+async def with_ranks(world_size: int) -> tuple[MemoryStorage, list[Process], list[Process]]:
+    storage = MemoryStorage(clock=asyncio.get_running_loop().time)
+    ranks = [Process(storage, n) for n in range(world_size)]
+    await ranks[0].manager.continue_produce(0)
+    return storage, ranks, [Process(storage, n).produce() for n in range(5, 7)]
+
+
+@simulated
+async def test_ranks_of_a_trainer_divide_a_batch_and_acknowledge_it_together() -> None:
+    storage, ranks, producers = await with_ranks(3)
+    seen: list[list[int | None]] = []
+
+    async def train(rank: int) -> None:
+        for step in (1, 2, 3):
+            async with ranks[rank].manager.get_batch(BATCH, step, rank=rank, world_size=3, timeout_s=500) as batch:
+                seen.append([group[0].group_id for group in batch.groups])
+                await asyncio.sleep(rank * 5)
+                line = (await storage.summary()).task("math").line()
+                assert line["trained"] == (step - 1) * BATCH, "nothing is acknowledged before all ranks have"
+            if rank == 0:
+                await ranks[0].manager.pause_produce()
+                await ranks[0].manager.continue_produce(step)
+
+    await asyncio.gather(*[train(rank) for rank in range(3)])
+    groups = [group for part in seen for group in part]
+    assert len(groups) == len(set(groups)) == 3 * BATCH
+    assert {len(part) for part in seen} == {1, 2}
+    assert (await storage.summary()).task("math").line()["trained"] == 3 * BATCH
+    await ended(*ranks, *producers)
+
+
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_g05_a_batch_that_a_rank_did_not_train_on_comes_back(how: str) -> None:
+    @simulated
+    async def main() -> None:
+        storage, ranks, producers = await with_ranks(2)
+
+        async def second() -> None:
+            with suppress(ZeroDivisionError, StorageError):
+                async with ranks[1].manager.get_batch(BATCH, 1, rank=1, world_size=2, timeout_s=500):
+                    if how == "dies":
+                        await ranks[1].kill()
+                    1 / 0  # noqa: B018
+
+        async def first() -> None:
+            async with ranks[0].manager.get_batch(BATCH, 1, rank=0, world_size=2, timeout_s=500):
+                pass
+
+        running = asyncio.create_task(second())
+        with pytest.raises(LostLease, match="rank 1 did not train on its part of step 1"):
+            await first()
+        await running
+        assert (await storage.summary()).task("math").line()["trained"] == 0
+        async with ranks[0].manager.get_batch(BATCH, 1, timeout_s=500) as batch:
+            assert len(batch.groups) == BATCH
+        await ended(*ranks, *producers)
+
+    main()
+
+
+@simulated
+async def test_a_rank_that_asks_for_another_step_is_refused() -> None:
+    _, ranks, producers = await with_ranks(2)
+    async with ranks[0].manager.get_batch(BATCH, 2, world_size=2, timeout_s=500) as batch:
+        with pytest.raises(InvalidInput, match="rank 1 of 2 asks for train step 1, but rank 0 has leased train step 2"):
+            await ranks[1].manager.get_batch(BATCH, 1, rank=1, world_size=2)
+        async with ranks[1].manager.get_batch(BATCH, 2, rank=1, world_size=2) as part:
+            assert len(part.groups) + len(batch.groups) == BATCH
+    with pytest.raises(InvalidInput, match="rank is 2 of world_size 2"):
+        ranks[0].manager.get_batch(BATCH, 3, rank=2, world_size=2)
+    await ended(*ranks, *producers)

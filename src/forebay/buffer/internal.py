@@ -21,7 +21,7 @@ from forebay.buffer.admission import (
     resolve_arrival,
     resolve_content,
 )
-from forebay.buffer.lease import Claims, Lease, LeaseAttempt
+from forebay.buffer.lease import Claims, Lease, LeaseAttempt, Settle
 from forebay.buffer.session import Session
 from forebay.core.capacity import check_ever_fits
 from forebay.core.ledger import Clock, Record, Row, Tags, check_tags, identify, present
@@ -29,7 +29,7 @@ from forebay.core.rollout import DRAWABLE, RolloutState, Status
 from forebay.core.staleness import NO_LIMITS, check_step
 from forebay.core.validate import check_group, checked_integer, checked_many, checked_statuses, checked_task
 from forebay.errors import BufferClosed, ForebayError, InvalidInput, LostLease, NoRoom
-from forebay.storage.base import Arrival, Draw, Share, Summary
+from forebay.storage.base import Arrival, Draw, Rows, Share, Summary
 from forebay.storage.values import Content, Ready
 
 if TYPE_CHECKING:
@@ -279,6 +279,18 @@ class Internals:
         await self.session.ready()
         attempt = self.lease_attempt(wants, train_step)
         return await attempt.grant() if await attempt.claim() else None
+
+    async def read_lease(self, lease_id: str, uids: Sequence[int], train_step: int, settle: Settle) -> Lease:
+        """Groups that another owner has leased, for one of its ranks, which settles them with `settle`."""
+        await self.session.ready()
+        rows: Rows = {}
+        for uid in uids:
+            row = await self._storage.read(uid)
+            if row is None or row.record.lease_id != lease_id:
+                raise LostLease(f"the batch of lease {lease_id} was given back before all ranks had their parts")
+            rows.setdefault(row.record.task_name, []).append(row)
+        found = {(name, row.record.group_id): row.record.uid for name, each in rows.items() for row in each}
+        return Lease(lease_id, train_step, await self.claims.hand_out(rows, train_step), found, settle)
 
     async def give_back_owed(self) -> None:
         """Return groups that were claimed for a batch which an outage kept from being handed out."""

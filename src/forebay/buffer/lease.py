@@ -120,6 +120,10 @@ class Lease:
         else:
             log.warning("lease_settled_late lease=%s train_step=%d event=%s", self.id, self.train_step, self.owed.name)
 
+    def uids_of(self, groups: Sequence[Sequence[RolloutState]]) -> list[int]:
+        """The uids of groups of this lease."""
+        return [self._uids[group[0].task_name or "", group[0].group_id or 0] for group in groups]
+
     def shard(self, rank: int, world_size: int) -> list[list[RolloutState]]:
         """Whole groups for one trainer rank; see `shard`."""
         return shard(self.groups, rank, world_size)

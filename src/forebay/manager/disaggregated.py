@@ -11,19 +11,19 @@ import asyncio
 import enum
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Literal, TypeAlias
 
 from forebay.buffer.lease import Lease, LeaseAttempt
 from forebay.core.aio import DATA, Deadline, in_thread, uncancelled
-from forebay.core.ledger import Clock, LedgerLine
+from forebay.core.ledger import Clock, Event, LedgerLine
 from forebay.core.validate import checked_integer
-from forebay.errors import BufferClosed, InvalidInput, ProducerStopped, StorageError, WaitTimeout
+from forebay.errors import BufferClosed, InvalidInput, LostLease, ProducerStopped, StorageError, WaitTimeout
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
-from forebay.manager.run import Agreed
+from forebay.manager.run import Agreed, Handout
 from forebay.manager.schedule import ProduceProgress
 
 log = logging.getLogger(__name__)
@@ -204,15 +204,74 @@ class DisaggregatedAgentLoopManager(Manager):
 
     # --- the consumer ---------------------------------------------------------------------------------
 
-    def get_batch(self, batch_size: int, train_step: int, *, timeout_s: float | None = None) -> BatchRequest:
+    def get_batch(
+        self, batch_size: int, train_step: int, *, timeout_s: float | None = None, rank: int = 0, world_size: int = 1
+    ) -> BatchRequest:
         """The batch of a train step: await it (taken for good), or enter it with `async with` (a lease).
 
         Empty, with the status EXPIRED_BATCH, if the producer's weights are too old for this step: bring newer ones
         (`pause_produce`, `continue_produce`) and ask again.
-        """
-        return BatchRequest(lambda: self._grant(batch_size, train_step, timeout_s))
 
-    async def _grant(self, batch_size: int, train_step: int, timeout_s: float | None) -> ProduceBatchResult:
+        Ranks of one trainer, each with a manager on the shared store, get whole groups, balanced by tokens: rank 0
+        leases the batch and does all else that a trainer does; the others get their parts. Rank 0 acknowledges when
+        all ranks have; if one gives its part back or dies, that is LostLease.
+        """
+        checked_integer("world_size", world_size, least=1)
+        if checked_integer("rank", rank, least=0) >= world_size:
+            raise InvalidInput(f"rank is {rank} of world_size {world_size}; expected 0 to {world_size - 1}")
+        if rank:
+            return BatchRequest(lambda: self._grant_part(train_step, rank, world_size, timeout_s))
+        return BatchRequest(lambda: self._grant(batch_size, train_step, timeout_s, world_size))
+
+    async def _grant_part(
+        self, train_step: int, rank: int, world_size: int, timeout_s: float | None
+    ) -> ProduceBatchResult:
+        """The part of a batch of another rank than the first."""
+        self._check_open()
+        began = asyncio.get_running_loop().time()
+        await self._join(None)
+        handout = await self._patiently(lambda: self.run.take_part(train_step, rank, world_size, timeout_s))
+
+        async def settle(lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
+            if event is Event.REJECTED:
+                raise InvalidInput("groups are rejected by rank 0, which holds the lease")
+            await self.run.settle_part(lease_id, rank, trained=event is Event.ACKED)
+
+        uids = handout.shards[rank]
+        lease = await self._patiently(lambda: self._internals.read_lease(handout.lease_id, uids, train_step, settle))
+        result = await self._result(train_step, ProduceStatus.NORMAL, {}, lease, 0.0)
+        lease.on_ack = None  # rank 0 counts the step
+        result.wait_s = asyncio.get_running_loop().time() - began
+        return result
+
+    async def _divide(self, result: ProduceBatchResult, world_size: int) -> None:
+        """Let the other ranks have their parts of a batch, and keep that of rank 0."""
+        lease = result.lease
+        if lease is None or world_size == 1:
+            return
+        shards = [lease.shard(rank, world_size) for rank in range(world_size)]
+        await self.run.hand_out(Handout(result.train_step, lease.id, [lease.uids_of(groups) for groups in shards]))
+        kept = set(map(id, shards[0]))
+        result.groups_by_task = {
+            name: [group for group in groups if id(group) in kept] for name, groups in result.groups_by_task.items()
+        }
+        acknowledged = lease.on_ack
+
+        async def when_all_have(began: bool) -> None:
+            if began:
+                try:
+                    await self._patiently(lambda: self.run.until_trained(result.train_step))
+                except LostLease:
+                    await lease.nack()
+                    raise
+            if acknowledged is not None:
+                await acknowledged(began)
+
+        lease.on_ack = when_all_have
+
+    async def _grant(
+        self, batch_size: int, train_step: int, timeout_s: float | None, world_size: int
+    ) -> ProduceBatchResult:
         self._check_open()
         checked_integer("batch_size", batch_size, least=1)
         checked_integer("train_step", train_step, least=1)
@@ -242,7 +301,13 @@ class DisaggregatedAgentLoopManager(Manager):
             sizes = await self._patiently(lambda: self._plan(batch_size, train_step))  # maybe without a task by now
             lease = await self._patiently(partial(self._wait_for, sizes, train_step, deadline))
         if isinstance(lease, Lease):
-            return await self._result(train_step, ProduceStatus.NORMAL, sizes, lease, loop.time() - began)
+            result = await self._result(train_step, ProduceStatus.NORMAL, sizes, lease, loop.time() - began)
+            try:
+                await self._divide(result, world_size)
+            except BaseException as error:
+                await lease.settle_on_exit(error)
+                raise
+            return result
         return await self._result(train_step, lease, sizes, None, loop.time() - began)
 
     async def _wait_for(

@@ -22,7 +22,7 @@ import msgspec
 from forebay.buffer.internal import Internals
 from forebay.core.ledger import Account, Clock
 from forebay.core.staleness import Limits
-from forebay.errors import DamagedData, InvalidConfig, WaitTimeout
+from forebay.errors import DamagedData, InvalidConfig, InvalidInput, LostLease, WaitTimeout
 from forebay.manager.schedule import ProduceProgress
 from forebay.produce.plan import Among
 from forebay.storage.base import Summary
@@ -82,6 +82,20 @@ class Member(msgspec.Struct):
     failure: str | None = None
 
 
+class Handout(msgspec.Struct):
+    """The batch of a step, divided among the ranks of the trainer: the uids of each rank's groups.
+
+    `takers`: the owners of the ranks that have got their part. `trained`: the ranks that have acknowledged it.
+    """
+
+    train_step: int
+    lease_id: str
+    shards: list[list[int]]
+    takers: dict[int, str] = {}
+    trained: list[int] = []
+    returned_by: int | None = None
+
+
 class Agreed(msgspec.Struct):
     """What the members of a run agree on. `begun`: a trainer has said which weights generate, or asked for a batch."""
 
@@ -92,6 +106,7 @@ class Agreed(msgspec.Struct):
     paused: bool = False
     begun: bool = False
     model_step: int = 0
+    handout: Handout | None = None
 
     def producers(self, owners: Collection[str]) -> dict[str, Member]:
         """The members that produce and are alive."""
@@ -231,8 +246,8 @@ class Run(Among):
                 )
             if trains and (other := [owner for owner, each in others.items() if each.trains]):
                 raise InvalidConfig(
-                    f"{other[0]} already trains {', '.join(map(repr, agreed.terms.tasks))} on this store; one trainer "
-                    "leases batches, and other ranks get their shards from it"
+                    f"{other[0]} already trains {', '.join(map(repr, agreed.terms.tasks))} on this store; end it, or "
+                    "declare this process as a rank of it: get_batch(..., rank=, world_size=)"
                 )
             mine = agreed.members.get(self.owner)
             if mine is None and not others:  # the run before is over
@@ -307,6 +322,71 @@ class Run(Among):
             member.failure = None if failure is None else f"{type(failure).__name__}: {failure}"
 
         await self.change(edit)
+
+    # --- ranks of a trainer ---------------------------------------------------------------------------
+
+    async def hand_out(self, handout: Handout) -> None:
+        """Let the ranks of the trainer have their parts of a batch."""
+
+        def edit(agreed: Agreed, progress: ProduceProgress) -> None:
+            agreed.handout = handout
+
+        await self.change(edit)
+
+    async def take_part(self, train_step: int, rank: int, world_size: int, timeout_s: float | None) -> Handout:
+        """Wait for rank 0 to lease the batch of a step, and take a rank's part of it."""
+
+        async def attempt() -> Handout | None:
+            await self.read()
+            handout = self.agreed.handout
+            return handout if handout is not None and handout.train_step >= train_step else None
+
+        what = f"rank 0 to lease the batch of train step {train_step}"
+        found = await self._internals.until(attempt, what, (self.lead,), timeout_s=timeout_s)
+        if found.train_step > train_step or len(found.shards) != world_size:
+            raise InvalidInput(
+                f"rank {rank} of {world_size} asks for train step {train_step}, but rank 0 has leased train step "
+                f"{found.train_step} for {len(found.shards)} ranks; give all ranks the same step and world_size"
+            )
+
+        def edit(agreed: Agreed, progress: ProduceProgress) -> None:
+            if agreed.handout is not None and agreed.handout.lease_id == found.lease_id:
+                agreed.handout.takers[rank] = self.owner
+
+        await self.change(edit)
+        return found
+
+    async def settle_part(self, lease_id: str, rank: int, *, trained: bool) -> None:
+        """A rank has trained on its part, or gives it back. LostLease if the batch is no longer handed out."""
+
+        def edit(agreed: Agreed, progress: ProduceProgress) -> None:
+            handout = agreed.handout
+            if handout is None or handout.lease_id != lease_id:
+                raise LostLease(f"the batch of lease {lease_id} was given back; the part of rank {rank} is void")
+            if trained:
+                handout.trained = sorted({*handout.trained, rank})
+            else:
+                handout.returned_by = rank
+
+        await self.change(edit)
+
+    async def until_trained(self, train_step: int) -> None:
+        """Wait until every rank has trained on its part. LostLease if one gave it back, or has died."""
+
+        async def attempt() -> bool | None:
+            await self.read()
+            handout = self.agreed.handout
+            if handout is None or handout.train_step != train_step:
+                return True
+            dead = [rank for rank, owner in handout.takers.items() if owner not in self.owners]
+            missing = sorted(set(range(1, len(handout.shards))) - set(handout.trained))
+            if handout.returned_by is not None or (lost := [rank for rank in missing if rank in dead]):
+                rank = handout.returned_by if handout.returned_by is not None else lost[0]
+                raise LostLease(f"rank {rank} did not train on its part of step {train_step}; give the batch back")
+            return None if missing else True
+
+        what = f"all ranks to train on their parts of train step {train_step}"
+        await self._internals.until(attempt, what, (self.lead,))
 
     # --- epochs ---------------------------------------------------------------------------------------
 
