@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,7 @@ def test_g01_g03_g06_a_run_on_ray_survives_kills(
     config = ReplayBufferConfig(
         policy="staleness", storage=f"sqlite:///{tmp_path / 'store.db'}", max_groups=128, lease_s=3
     )
-    buffer: Any = RayReplayBuffer.create(name, config, actor_options={"num_cpus": 0})
+    buffer = RayReplayBuffer.create(name, config, actor_options={"num_cpus": 0})
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
 
     async def ledger() -> dict[str, int]:

@@ -18,7 +18,7 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing, nullcontext
 from os import PathLike
 from typing import Any
@@ -100,19 +100,24 @@ async def save_storage(
     extra: Callable[[], Mapping[str, Any]] = dict,
     prompts_only: bool = False,
     files: FileOps | None = None,
+    tasks: Collection[str] | None = None,
 ) -> Manifest:
     """Write a checkpoint; an existing one stays until the new one is complete.
 
     `extra` is called right before the snapshot, so that it describes the same moment. `prompts_only`: without
-    responses. Waits for the values of references that are still being produced.
+    responses. `tasks`: those that belong to these weights, if not all do. Waits for the values of references that are
+    still being produced.
     """
     writer = await in_thread(lambda: CheckpointWriter(directory, files), undo=CheckpointWriter.abort)
     chunks = _Chunks(writer)
     try:
         if model_step is not None:
-            saved_step = (await storage.summary(())).saved_step
-            if saved_step is None or saved_step > model_step:
-                await storage.saved(model_step)  # from now on it keeps groups that are acknowledged for later steps
+            summary = await storage.summary(tasks or ())
+            steps = [summary.task(task_name).saved_step(summary.saved_step) for task_name in tasks or ("",)]
+            if any(step is None or step > model_step for step in steps):
+                await storage.saved(
+                    model_step, tasks
+                )  # from now on it keeps groups that are acknowledged for later steps
         content = dict(extra())
         snapshot = await storage.snapshot()
         accounts = dict(snapshot.accounts)
@@ -156,7 +161,7 @@ async def save_storage(
     finally:
         await grace(start_thread(writer.abort))
     if model_step is not None:
-        await storage.saved(model_step)
+        await storage.saved(model_step, tasks)
     log.info("checkpoint_saved path=%s model_step=%s groups=%d", directory, model_step, published.files[0].entries)
     return published
 
@@ -194,8 +199,14 @@ class _Chunks:
 # --- resume -------------------------------------------------------------------------------------------
 
 
-async def resume_storage(storage: Storage, directory: str | PathLike[str], *, files: FileOps | None = None) -> Manifest:
-    """Resume a checkpoint: into an empty storage, or by rewinding the store that it was made from."""
+async def resume_storage(
+    storage: Storage,
+    directory: str | PathLike[str],
+    *,
+    files: FileOps | None = None,
+    tasks: Collection[str] | None = None,
+) -> Manifest:
+    """Resume a checkpoint: into an empty storage, or by rewinding (these tasks of) the store that it was made from."""
     checkpoint = await in_thread(lambda: open_checkpoint(directory, files), undo=Checkpoint.close)
     try:
         manifest = checkpoint.manifest
@@ -204,8 +215,8 @@ async def resume_storage(storage: Storage, directory: str | PathLike[str], *, fi
             if manifest.model_step is None:
                 log.warning("checkpoint_without_weights path=%s: the store is not changed", directory)
             else:
-                await _check_retained(storage, manifest, manifest.model_step)
-                rewound = await storage.rewind(manifest.model_step)
+                await _check_retained(storage, manifest, manifest.model_step, tasks)
+                rewound = await storage.rewind(manifest.model_step, tasks)
                 log.info("store_rewound path=%s model_step=%d %s", directory, manifest.model_step, rewound)
             return manifest
         present = (await storage.summary()).tasks
@@ -223,16 +234,17 @@ async def resume_storage(storage: Storage, directory: str | PathLike[str], *, fi
         checkpoint.close()
 
 
-async def _check_retained(storage: Storage, manifest: Manifest, model_step: int) -> None:
+async def _check_retained(storage: Storage, manifest: Manifest, model_step: int, tasks: Collection[str] | None) -> None:
     """CheckpointTooOld unless the store still has every group that was trained after the checkpoint.
 
     A store keeps all groups that were trained after its last save. For an older checkpoint, each group that counts as
     trained and is no longer kept must have been trained before the checkpoint was made.
     """
-    summary = await storage.summary()  # before the records: what is acknowledged in between is among those only
-    saved_step = summary.saved_step
-    if saved_step == model_step:
+    summary = await storage.summary(tasks)  # before the records: what is acknowledged in between is among those only
+    steps = {task.saved_step(summary.saved_step) for task in summary.tasks.values()} or {summary.saved_step}
+    if steps == {model_step}:
         return
+    saved_step = next(iter(steps))
     saved = saved_accounts(manifest)
     archived = await storage.records(parse({"place": Place.ARCHIVED}), None)
     kept = Counter(r.task_name for r in archived if r.train_step is not None and r.train_step > model_step)

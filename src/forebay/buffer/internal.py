@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from forebay.buffer.admission import (
@@ -306,20 +307,22 @@ class Internals:
         model_step: int | None,
         prompts_only: bool,
         extra: Callable[[], dict[str, Any]] = dict,
+        tasks: Collection[str] | None = None,
     ) -> None:
         """Write a checkpoint, with more in the manifest: `extra()` is asked in the moment of the snapshot."""
         await self.session.ready()
         check_step("model_step", model_step, least=0)
         from forebay.buffer.checkpoints import save_storage  # here: it would double the time of `import forebay`
 
-        await save_storage(self._storage, path, model_step=model_step, prompts_only=prompts_only, extra=extra)
+        save = partial(save_storage, self._storage, path, model_step=model_step, prompts_only=prompts_only)
+        await save(extra=extra, tasks=tasks)
 
-    async def resume(self, path: str | os.PathLike[str]) -> Manifest:
+    async def resume(self, path: str | os.PathLike[str], tasks: Collection[str] | None = None) -> Manifest:
         """Resume a checkpoint; returns the whole manifest."""
         await self.session.ready()
         from forebay.buffer.checkpoints import resume_storage
 
-        manifest = await resume_storage(self._storage, path)
+        manifest = await resume_storage(self._storage, path, tasks=tasks)
         self.restores += 1
         await self.expiry.recall()
         return manifest

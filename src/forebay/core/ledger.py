@@ -186,6 +186,7 @@ class Account(msgspec.Struct, kw_only=True):
     epoch: int = 0  # draws of an earlier epoch are refused; a pause and a resume raise it
     completed: int = 0  # drawn groups that came back complete
     failures: int = 0  # attempts that failed
+    saved_step: int | None = None  # of the last save of this task alone; else that of the whole store counts
     plan: bytes | None = None  # what the managers of the task agree on: `manager.run.Run`
     plan_revision: int = 0  # how often it was written
 

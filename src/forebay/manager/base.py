@@ -344,6 +344,7 @@ class Manager:
         checked_integer("model_step", model_step, least=0)
         self._refuse_to_skip(model_step)
         save = partial(self._internals.save, path, model_step=model_step, prompts_only=no_save_replay_buffer)
+        save = partial(save, tasks=await self._patiently(self.run.own_tasks))
         await self._patiently(lambda: save(extra=lambda: {"manager": self._saved_state(model_step)}))
 
     def _refuse_to_skip(self, model_step: int) -> None:
@@ -383,7 +384,7 @@ class Manager:
         if await self.run.others():
             await self._join(None, trains=True)
             await self.run.remove_others()  # they work for the weights that are lost
-        manifest = await self._internals.resume(path)
+        manifest = await self._internals.resume(path, await self.run.own_tasks())
         await self._join(None, trains=True)
         model_step, saved = read_saved(manifest, path, self.progress.weights)
         gone: set[str] = set()

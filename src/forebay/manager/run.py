@@ -445,6 +445,20 @@ class Run(Among):
             return late
         return {}
 
+    async def own_tasks(self) -> list[str] | None:
+        """The tasks of the store without those of other living runs; None: all."""
+        summary = await self._internals.summary()
+        plans = {name: task.account.plan for name, task in summary.tasks.items() if task.account.plan is not None}
+        runs = {name: decode(plan) for name, plan in plans.items() if plan is not None}
+        foreign = {
+            name
+            for lead, run in runs.items()
+            if lead == min(run.terms.tasks) and run.terms.tasks.keys() != self.terms.tasks.keys()
+            for name in run.terms.tasks
+            if any(owner in self.owners for owner in run.members)
+        }
+        return sorted(summary.tasks.keys() - foreign | self.terms.tasks.keys()) if foreign else None
+
     async def others(self) -> list[str]:
         """The other living members."""
         await self.read()

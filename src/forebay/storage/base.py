@@ -180,6 +180,10 @@ class TaskSummary(msgspec.Struct, frozen=True):
         """Groups that count towards a target: buffered COMPLETED and fresh, leased, trained."""
         return self.fresh.get(Status.COMPLETED, 0) + self.taken
 
+    def saved_step(self, of_store: int | None) -> int | None:
+        """The model step of the last save: that of this task, or of the whole store."""
+        return of_store if self.account.saved_step is None else self.account.saved_step
+
     @property
     def in_flight(self) -> int:
         """Groups that producers hold, in all processes."""
@@ -197,7 +201,7 @@ class Summary(msgspec.Struct, frozen=True):
     tasks: Mapping[str, TaskSummary]
     usage: Usage
     holdings: Sequence[Holding] = ()
-    saved_step: int | None = None  # the model step of the last `saved` or `rewind`
+    saved_step: int | None = None  # the model step of the last `saved` or `rewind` of all tasks
     owners: Collection[str] = ()  # on request: those that have it open, and have not missed their deadline
 
     def task(self, task_name: str) -> TaskSummary:
@@ -376,18 +380,18 @@ class Storage(ABC):
         """Set the priority of rows by uid; returns the number of rows found."""
 
     @operation()
-    async def saved(self, model_step: int) -> None:
-        """Weights of this step were saved with a checkpoint, or the first checkpoint is about to be made.
+    async def saved(self, model_step: int, tasks: Collection[str] | None = None) -> None:
+        """Weights of this step were saved with a checkpoint of these tasks (None: all), or a first one is to be made.
 
         From the first such call on, a durable storage archives every group that is acknowledged for a later train
         step, until a call with that step (or a later one): only then is its training safe.
         """
 
     @operation()
-    async def rewind(self, model_step: int) -> dict[str, int]:
-        """REWOUND for every archived group that was trained for a later step than `model_step`; groups by task.
+    async def rewind(self, model_step: int, tasks: Collection[str] | None = None) -> dict[str, int]:
+        """REWOUND for every archived group of these tasks (None: of all) that was trained for a later step than this.
 
-        Accounts rewind their clocks (`Account.rewind`).
+        Their accounts rewind their clocks (`Account.rewind`). Returns groups by task.
         """
 
     # --- ends ---------------------------------------------------------------------------------------

@@ -257,7 +257,7 @@ def is_used(accounts: Mapping[str, Account]) -> bool:
 
 def restored_accounts(saved: Mapping[str, Account], present: Mapping[str, Account]) -> dict[str, Account]:
     """The accounts of a storage that a stream is restored into; limits, epochs and plans that were set there stay."""
-    accounts = {task_name: replace(copied(account), plan=None) for task_name, account in saved.items()}
+    accounts = {task_name: replace(copied(account), plan=None, saved_step=None) for task_name, account in saved.items()}
     for task_name, before in present.items():
         account = accounts.setdefault(task_name, copied(before))
         if before.limits != NO_LIMITS:

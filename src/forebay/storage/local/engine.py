@@ -430,7 +430,7 @@ class Engine:
             for row in rows:
                 self.outbox.note(group_end(row.record, end, reason))
         keep, archive = self.settings.keep_trained, self.archive
-        kept = keep or (archive.saved_step is not None and any(archive.needs(row.record) for row in rows))
+        kept = keep or any(archive.needs(row.record) for row in rows)
         if end is not End.TRAINED or not kept:
             self.table.remove([row.record for row in rows])
             return
@@ -442,11 +442,12 @@ class Engine:
 
     # --- after the end --------------------------------------------------------------------------------
 
-    def saved(self, model_step: int) -> None:
-        self.archive.saved_step = model_step
+    def saved(self, model_step: int, tasks: Collection[str] | None = None) -> None:
+        named = {task_name: self.account(task_name) for task_name in (self.accounts if tasks is None else tasks)}
+        self.archive.save(model_step, named, whole=tasks is None)
         self.archive.trim(self.table, self.settings.keep_trained)
 
-    def rewind_rows(self, rows: Sequence[Row], model_step: int) -> dict[str, int]:
+    def rewind_rows(self, rows: Sequence[Row], model_step: int, tasks: Collection[str] | None) -> dict[str, int]:
         """Bring archived rows (with their payload) back; see `Storage.rewind`."""
         for row in rows:
             record = row.record
@@ -455,12 +456,11 @@ class Engine:
             back = rules.rewound_record(record, self._status_of(row), self.clock())
             self.table.replace(record, Row(back, row.group))
             self.archive.uids.remove(record.uid)
-        for account in self.accounts.values():
-            account.rewind(model_step)
-        self.archive.saved_step = model_step
-        rewound = Counter(row.record.task_name for row in rows)
-        self._change(rewound)
-        return dict(rewound)
+        for task_name in self.accounts if tasks is None else tasks:
+            self.account(task_name).rewind(model_step)
+        self.saved(model_step, tasks)
+        self._change(row.record.task_name for row in rows)
+        return dict(Counter(row.record.task_name for row in rows))
 
     def note_ends(self) -> None:
         self.outbox.noting = True

@@ -90,9 +90,9 @@ class LocalStorage(Storage):
         await self._finish(Returned("discard", dict(discarded)))
         return dict(discarded)
 
-    async def rewind(self, model_step: int) -> dict[str, int]:
-        rows = self._engine.archive.trained_after(self._engine.table, model_step)
-        rewound = self._engine.rewind_rows(await self._loaded(rows) if rows else rows, model_step)
+    async def rewind(self, model_step: int, tasks: Collection[str] | None = None) -> dict[str, int]:
+        rows = self._engine.archive.trained_after(self._engine.table, model_step, tasks)
+        rewound = self._engine.rewind_rows(await self._loaded(rows) if rows else rows, model_step, tasks)
         await self._finish()
         return rewound
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from forebay.core.capacity import Usage
-from forebay.core.ledger import Place, Record, Row
+from forebay.core.ledger import Account, Place, Record, Row
 from forebay.core.query import Pins
 from forebay.core.rollout import Status
 from forebay.core.staleness import Floors
@@ -94,23 +94,38 @@ class Archive:
 
     def __init__(self, *, durable: bool) -> None:
         self.uids: deque[int] = deque()
-        self.saved_step: int | None = None
+        self.saved_step: int | None = None  # of all tasks that are not in `saved_steps`
+        self.saved_steps: dict[str, int] = {}
         self._durable = durable
+
+    def save(self, model_step: int, accounts: Mapping[str, Account], *, whole: bool) -> None:
+        """Weights of this step were saved with these tasks; `whole`: these are all."""
+        for account in accounts.values():
+            account.saved_step = None if whole else model_step
+        if whole:
+            self.saved_step = model_step
+            self.saved_steps.clear()
+        else:
+            self.saved_steps |= dict.fromkeys(accounts, model_step)
 
     def needs(self, record: Record) -> bool:
         """Whether the weights that were trained on a group can still be lost, and the group be needed again."""
-        step, saved = record.train_step, self.saved_step
+        step, saved = record.train_step, self.saved_steps.get(record.task_name, self.saved_step)
         return self._durable and saved is not None and step is not None and step > saved
 
     def trim(self, table: Table, keep: int) -> None:
         """Remove the oldest rows beyond `keep`, as far as they are not needed."""
-        while len(self.uids) > keep:
-            oldest = table.get(self.uids[0])
+        needed: list[int] = []
+        while len(self.uids) + len(needed) > keep and self.uids:
+            uid = self.uids.popleft()
+            oldest = table.get(uid)
             if oldest is not None and self.needs(oldest.record):
-                return
-            self.uids.popleft()
-            if oldest is not None:
+                needed.append(uid)
+                if not self.saved_steps:
+                    break  # one clock for all: everything after it is needed, too
+            elif oldest is not None:
                 table.remove((oldest.record,))
+        self.uids.extendleft(reversed(needed))
 
     def take_back(self, table: Table, row: Row) -> bool:
         """Buffer a row again that was taken for good; whether it had left."""
@@ -126,7 +141,8 @@ class Archive:
             table.add(row)
         return True
 
-    def trained_after(self, table: Table, model_step: int) -> list[Row]:
-        """The rows that were trained for a later step than that of these weights."""
+    def trained_after(self, table: Table, model_step: int, tasks: Collection[str] | None) -> list[Row]:
+        """The rows of these tasks (None: of all) that were trained for a later step than that of these weights."""
         rows = [row for uid in self.uids if (row := table.get(uid)) is not None]
-        return [row for row in rows if row.record.train_step is not None and row.record.train_step > model_step]
+        rows = [row for row in rows if row.record.train_step is not None and row.record.train_step > model_step]
+        return [row for row in rows if tasks is None or row.record.task_name in tasks]

@@ -16,7 +16,17 @@ from forebay.core.staleness import Limits
 from forebay.storage.postgres.columns import from_text, to_text
 from forebay.storage.postgres.step import Step
 
-_FIELDS = ("cursor", "source_state", "train_step", "model_step", "limits", "epoch", "plan", "plan_revision")
+_FIELDS = (
+    "cursor",
+    "source_state",
+    "train_step",
+    "model_step",
+    "limits",
+    "epoch",
+    "saved_step",
+    "plan",
+    "plan_revision",
+)
 ACCOUNT = ", ".join(f"a.{name}" for name in _FIELDS)
 """The columns that `read_account` reads, where `accounts` is called a."""
 
@@ -38,6 +48,7 @@ def read_account(row: Any) -> Account:
         model_step=row["model_step"],
         limits=_decode_limits(row["limits"] or "{}"),
         epoch=row["epoch"] or 0,
+        saved_step=row["saved_step"],
         plan=row["plan"],
         plan_revision=row["plan_revision"] or 0,
     )
@@ -74,6 +85,7 @@ async def write(connection: Any, accounts: Mapping[str, Account]) -> None:
                 account.model_step,
                 msgspec.json.encode(account.limits).decode(),
                 account.epoch,
+                account.saved_step,
                 account.plan,
                 account.plan_revision,
                 account.floors.oldest,

@@ -7,7 +7,7 @@ Rows are locked in order of uid before they change, so that two steps do not dea
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from forebay.codec.records import decode_end
@@ -29,7 +29,9 @@ WITH trimmed AS (
             AND (moved_at, uid) <= (
                 SELECT moved_at, uid FROM groups WHERE place = 'archived' ORDER BY moved_at DESC, uid DESC
                 OFFSET $1 LIMIT 1)
-            AND NOT coalesce(train_step > (SELECT saved_step FROM store), false)
+            AND NOT coalesce(train_step > coalesce(
+                (SELECT a.saved_step FROM accounts a WHERE a.task_name = groups.task_name),
+                (SELECT saved_step FROM store)), false)
         FOR UPDATE SKIP LOCKED
     ) RETURNING uid
 )
@@ -50,7 +52,8 @@ async def settle(step: Step, lease_id: str, uids: Sequence[int], event: Event, r
     target = check_move(event, Place.LEASED)
     wanted = set(uids)
     rows = await step.connection.fetch(
-        f"SELECT {RECORD}, (SELECT saved_step FROM store) AS saved_step FROM groups g "
+        f"SELECT {RECORD}, coalesce((SELECT a.saved_step FROM accounts a WHERE a.task_name = g.task_name), "
+        "(SELECT saved_step FROM store)) AS saved_step FROM groups g "
         "WHERE uid = ANY($1) AND lease_id = $2 AND place = 'leased' ORDER BY uid FOR UPDATE OF g",
         list(wanted),
         to_text(lease_id),
@@ -59,16 +62,18 @@ async def settle(step: Step, lease_id: str, uids: Sequence[int], event: Event, r
         raise lost_lease(len(wanted) - len(rows), len(wanted), lease_id)
     records = [read_record(row) for row in rows]
     if isinstance(target, End):
-        await end_or_archive(step, records, target, reason, rows[0]["saved_step"] if rows else None)
+        saved = {record.task_name: row["saved_step"] for record, row in zip(records, rows, strict=True)}
+        await end_or_archive(step, records, target, reason, saved)
     else:
         _nack(step, records)
 
 
 async def end_or_archive(
-    step: Step, records: Sequence[Record], end: End, reason: str | None, saved_step: int | None = None
+    step: Step, records: Sequence[Record], end: End, reason: str | None, saved_steps: Mapping[str, int | None] = {}
 ) -> None:
     """End locked rows. Trained ones are kept if the settings say so, or while no saved weights were trained on them."""
-    unsaved = saved_step is not None and any((record.train_step or 0) > saved_step for record in records)
+    saved = [(record.train_step or 0, saved_steps.get(record.task_name)) for record in records]
+    unsaved = any(saved_step is not None and train_step > saved_step for train_step, saved_step in saved)
     if end is not End.TRAINED or not (step.settings.keep_trained or unsaved):
         for record in records:
             step.end(record, end, reason)
@@ -113,17 +118,28 @@ async def write_plan(step: Step, task_name: str, content: bytes, *, revision: in
 # --- the archive --------------------------------------------------------------------------------------
 
 
-async def saved(step: Step, model_step: int) -> None:
-    await step.connection.execute("UPDATE store SET saved_step = $1", model_step)
+async def saved(step: Step, model_step: int, tasks: Collection[str] | None = None) -> None:
+    await _save(step, model_step, tasks)
     await step.connection.execute(_TRIM, step.settings.keep_trained)
 
 
-async def rewind(step: Step, model_step: int) -> dict[str, int]:
+async def _save(step: Step, model_step: int, tasks: Collection[str] | None) -> None:
+    if tasks is None:
+        await step.connection.execute("UPDATE store SET saved_step = $1", model_step)
+        await step.connection.execute("UPDATE accounts SET saved_step = NULL WHERE saved_step IS NOT NULL")
+        return
+    await accounts.ensure(step.connection, tasks)
+    names = [to_text(task_name) for task_name in tasks]
+    await step.connection.execute("UPDATE accounts SET saved_step = $1 WHERE task_name = ANY($2)", model_step, names)
+
+
+async def rewind(step: Step, model_step: int, tasks: Collection[str] | None = None) -> dict[str, int]:
     connection = step.connection
     rows = await connection.fetch(
-        f"SELECT {RECORD}, trained_as FROM groups g WHERE place = 'archived' AND train_step > $1 ORDER BY uid "
-        "FOR UPDATE",
+        f"SELECT {RECORD}, trained_as FROM groups g WHERE place = 'archived' AND train_step > $1 "
+        "AND ($2::text[] IS NULL OR task_name = ANY($2)) ORDER BY uid FOR UPDATE",
         model_step,
+        None if tasks is None else [to_text(task_name) for task_name in tasks],
     )
     records = [read_record(row) for row in rows]
     for row, record in zip(rows, records, strict=True):
@@ -131,11 +147,11 @@ async def rewind(step: Step, model_step: int) -> dict[str, int]:
         step.store(record, rewound_record(record, Status(row["trained_as"]), NEW))
         step.counters.end(record.task_name, End.TRAINED, -record.tokens, None, groups=-1)
         step.wake(record.task_name)
-    await connection.execute("UPDATE store SET saved_step = $1", model_step)
-    known = await accounts.read(connection, None, lock=True)
+    known = await accounts.read(connection, tasks, lock=True)
     for account in known.values():
         account.rewind(model_step)
     await accounts.write(connection, known)
+    await _save(step, model_step, tasks)
     step.tasks |= known.keys()  # some of their groups may be fresh again
     return dict(Counter(record.task_name for record in records))
 

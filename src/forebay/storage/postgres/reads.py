@@ -77,7 +77,8 @@ SELECT json_agg(json_build_array(task_name, place, owner, n, oldest, greatest(0,
     FROM groups WHERE owner IS NOT NULL AND $2 GROUP BY task_name, place, owner) held"""
 
 _SUMMARY = f"""
-SELECT s.saved_step, u.*, -h.last_value - h.is_called::int AS next_hand_id, ({_HOLDINGS}) AS holdings,
+SELECT s.saved_step AS store_saved_step, u.*, -h.last_value - h.is_called::int AS next_hand_id,
+    ({_HOLDINGS}) AS holdings,
     (SELECT array_agg(owner ORDER BY owner) FROM owners WHERE $3 AND ({LIVES})) AS living, k.task_name, {_FIGURES},
     (SELECT json_object_agg(reason, n ORDER BY reason) FROM (
         SELECT reason, sum(groups)::bigint AS n FROM reasons WHERE task_name = k.task_name GROUP BY reason
@@ -126,7 +127,7 @@ async def summary(
         for task_name, place, owner, groups, oldest, age_s in json.loads(first["holdings"] or "[]")
     ]
     living = [from_text(owner) for owner in first["living"] or ()]
-    return Summary(found, usage_of(first), held, first["saved_step"], living), first["used_buffered"]
+    return Summary(found, usage_of(first), held, first["store_saved_step"], living), first["used_buffered"]
 
 
 def _task_summary(row: Any) -> TaskSummary:

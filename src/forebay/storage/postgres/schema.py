@@ -64,6 +64,7 @@ CREATE TABLE accounts (
     model_step bigint,
     limits text NOT NULL DEFAULT '{{}}',
     epoch bigint NOT NULL DEFAULT 0,
+    saved_step bigint,
     plan bytea,
     plan_revision bigint NOT NULL DEFAULT 0,
     floor_oldest bigint,

@@ -198,6 +198,8 @@ class SQLiteStorage(LocalStorage, CallMemory):
         engine.next_timestamp_id = int(meta.get("next_timestamp_id") or 1)
         engine.archive.saved_step = meta.get("saved_step")
         engine.accounts = {task_name: decode_account(data) for task_name, data in state.accounts.items()}
+        saved = {task_name: account.saved_step for task_name, account in engine.accounts.items()}
+        engine.archive.saved_steps = {task_name: step for task_name, step in saved.items() if step is not None}
         engine.table, engine.archive.uids = state.table, state.archived
         state.table.journal = engine.journal
         outbox = engine.outbox

@@ -100,6 +100,29 @@ class Sharing(Suite):
         assert (await store.account("code")).plan is None
 
     @storage_test()
+    async def test_the_tasks_of_one_run_are_saved_and_rewound_without_those_of_another(self, store: Store) -> None:
+        storage = store.storage
+        if not storage.durable:
+            return
+        for task_name in ("math", "code"):
+            await store.put(*(make_group(model_step=0) for _ in range(3)), task_name=task_name)
+        await storage.saved(1, ["math"])
+        await storage.saved(2, ["code"])
+        for step in (1, 2, 3):
+            for task_name in ("math", "code"):
+                lease = f"{task_name}{step}"
+                rows = await store.lease(1, lease, train_step=step, task_name=task_name)
+                await storage.settle(lease, [row.record.uid for row in rows], Event.ACKED)
+        kept = [(record.task_name, record.train_step) for record in await store.records(place="archived")]
+        assert sorted(kept) == [("code", 3), ("math", 2), ("math", 3)]
+        await storage.saved(3, ["code"])
+        assert {record.task_name for record in await store.records(place="archived")} == {"math"}
+        assert await storage.rewind(1, ["math"]) == {"math": 2}
+        assert ((await store.account()).train_step, (await store.account("code")).train_step) == (2, 3)
+        assert await store.line() == {"issued": 3, "trained": 1, "buffered": 2}
+        assert await store.line("code") == {"issued": 3, "trained": 3}
+
+    @storage_test()
     async def test_completed_groups_and_failed_attempts_are_counted(self, store: Store) -> None:
         await store.issue(3)
         await store.put(make_group(group_id=0), attempt=1)
