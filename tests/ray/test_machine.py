@@ -13,7 +13,7 @@ from forebay.testing.machine import machine_for
 from tests.ray.conftest import LocalCluster
 from tests.ray.hosts import Hosts
 
-RUNS = settings(max_examples=12, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
+RUNS = settings(stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck))
 
 _memory, _sqlite = Hosts("memory"), Hosts("sqlite")
 
@@ -25,12 +25,15 @@ def _hosts(cluster: LocalCluster) -> Iterator[None]:
     _sqlite.end()
 
 
-def _case(make_storage: Callable[[], Storage], policy: ReplayPolicy) -> type[unittest.TestCase]:
+def _case(make_storage: Callable[[], Storage], policy: ReplayPolicy, examples: int) -> type[unittest.TestCase]:
     case: type[unittest.TestCase] = machine_for(make_storage, policy).TestCase
-    case.settings = RUNS  # type: ignore[attr-defined]
+    case.settings = settings(RUNS, max_examples=examples)  # type: ignore[attr-defined]
     return case
 
 
-TestMemoryInOrderOfArrival = _case(_memory.storage, FIFOReplayPolicy())
-TestMemoryOldestFirst = _case(_memory.storage, StalenessReplayPolicy())
-TestSQLiteOldestFirst = _case(_sqlite.storage, StalenessReplayPolicy())
+TestMemoryInOrderOfArrival = _case(_memory.storage, FIFOReplayPolicy(), 3)
+TestSQLiteOldestFirst = _case(_sqlite.storage, StalenessReplayPolicy(), 3)
+
+TestMemoryInOrderOfArrivalForLong = pytest.mark.slow(_case(_memory.storage, FIFOReplayPolicy(), 50))
+TestMemoryOldestFirstForLong = pytest.mark.slow(_case(_memory.storage, StalenessReplayPolicy(), 50))
+TestSQLiteOldestFirstForLong = pytest.mark.slow(_case(_sqlite.storage, StalenessReplayPolicy(), 50))

@@ -185,8 +185,7 @@ def test_g11_no_run_waits_for_ever_under_any_seed(campaign: dict[int, str]) -> N
 
 
 @pytest.mark.parametrize(
-    "seed",
-    [pytest.param(seed, marks=[pytest.mark.slow] if seed % 50 else []) for seed in range(0, SLOW_SEEDS, 10)],
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed % 50 else []) for seed in range(0, SLOW_SEEDS, 10)]
 )
 def test_g12_the_same_seed_trains_on_the_same_groups_in_the_same_order(seed: int) -> None:
     first, second = explored(seed), explored(seed)
