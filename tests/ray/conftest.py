@@ -16,11 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.processes import HANG_S
+
+if TYPE_CHECKING:
+    from tests.ray.hosts import Hosts
 
 # Read by Ray when it is imported and by every process of a cluster that we start.
 os.environ.update(
@@ -107,6 +110,21 @@ def cluster() -> Iterator[LocalCluster]:
             if started is not None:
                 started.shutdown()
             shutil.rmtree(files, ignore_errors=True)
+
+
+@pytest.fixture(scope="package")
+def hosts(cluster: LocalCluster) -> Iterator[Callable[[str], Hosts]]:
+    """Actors of one kind ("memory" or "sqlite"), for all tests of the folder that need some."""
+    made: dict[str, Hosts] = {}
+
+    def of(kind: str) -> Hosts:
+        from tests.ray.hosts import Hosts  # imports ray
+
+        return made.setdefault(kind, Hosts(kind))
+
+    yield of
+    for one in made.values():
+        one.end()
 
 
 @pytest.fixture
