@@ -36,7 +36,7 @@ from forebay import (
     WrongEventLoop,
 )
 from forebay.ray import RayAgentLoop
-from forebay.ray.loops.pool import Phase, Pool
+from forebay.ray.loops.pool import LoopPool, Phase
 from forebay.testing.simulate import check_nothing_lost
 from tests.processes import HANG_S, finished
 from tests.ray.conftest import LocalCluster
@@ -467,7 +467,7 @@ def max_deaths(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """How often the only actor of a pool may die without an answer; each start of an actor takes long."""
     if request.param is None:
         return 3
-    monkeypatch.setattr(Pool, "max_deaths", request.param)
+    monkeypatch.setattr(LoopPool, "max_deaths", request.param)
     return int(request.param)
 
 
