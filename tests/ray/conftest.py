@@ -45,7 +45,10 @@ _CHECKOUT = Path(__file__).parents[2]
 
 
 class LocalCluster:
-    """The nodes. Tests may add nodes and kill them; the first three are there for everyone, and stay."""
+    """The nodes. Tests may add nodes and kill them; the first three are there for everyone, and stay.
+
+    One of these has a resource `scarce`: two actors that need more than half of it do not run at the same time.
+    """
 
     def __init__(self) -> None:
         cluster_utils = importlib.import_module("ray.cluster_utils")  # costs, and only tests that run need it
@@ -58,8 +61,8 @@ class LocalCluster:
             dashboard_agent_listen_port=0,
             _system_config={"health_check_initial_delay_ms": 0, "health_check_period_ms": 400},
         )
-        for _ in range(2):
-            self.add_node(wait=False)
+        for resources in ({"scarce": 1}, {}):
+            self.add_node(wait=False, resources=resources)
         self._cluster.wait_for_nodes(timeout=HANG_S)
 
     @property

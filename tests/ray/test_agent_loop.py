@@ -325,9 +325,9 @@ async def test_groups_beyond_the_limit_wait_first_come_first_served(cluster: Loc
         assert ended == [0, 1, 3, 4]
 
 
-async def test_groups_wait_for_actors_that_cannot_be_scheduled_yet(cluster: LocalCluster, doomed_node: Any) -> None:
+async def test_groups_wait_for_actors_that_cannot_be_scheduled_yet(cluster: LocalCluster) -> None:
     """A cluster may grow: here the second actor fits only after the first has ended."""
-    options = {"resources": {"doomed": 60}, "num_cpus": 0}
+    options = {"resources": {"scarce": 0.6}, "num_cpus": 0}
     first = pool_of(1, actor_options=options)
     await first.start()
     second = pool_of(1, actor_options=options)
@@ -500,6 +500,7 @@ async def test_actors_that_cannot_be_restarted_are_an_error_and_not_a_wait(clust
             await loop.call_all("pid")
 
 
+@pytest.mark.slow
 async def test_a_group_is_returned_when_its_node_is_lost_and_runs_again_on_another(
     cluster: LocalCluster, doomed_node: Any
 ) -> None:

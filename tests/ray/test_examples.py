@@ -211,7 +211,10 @@ def _rewards(run: Path) -> list[float]:
 # --- trajectories -------------------------------------------------------------------------------------
 
 
-def test_each_rank_gets_its_trajectories_saves_them_and_goes_on_with_them(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_each_rank_gets_its_trajectories_saves_them_and_goes_on_with_them(
+    place: Place, tmp_path: Path, resume: bool
+) -> None:
     command = ("ray_trajectories.py", "--rounds", "3", "--runners", "1", "--out", str(tmp_path / "saved"))
     code, output, errors = place.run(*command)
     assert errors == ""
@@ -227,6 +230,8 @@ def test_each_rank_gets_its_trajectories_saves_them_and_goes_on_with_them(place:
         assert len(buffer) == 3
         assert sorted(set(buffer.sample(64)["versions"].tolist())) == [1, 2, 3]
 
+    if not resume:  # another run of the example; that other ranks can load it is shown above
+        return
     code, output, errors = place.run(*command, "--resume", "--ranks", "3", "--rounds", "1")
     assert errors == ""
     assert code == 0

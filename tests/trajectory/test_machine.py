@@ -303,8 +303,8 @@ def _case(machine: type[Machine], examples: int) -> type[unittest.TestCase]:
     return case
 
 
-TestInMemory = _case(Machine, 8)
-TestInADirectory = _case(StoredMachine, 6)
+TestInMemory = _case(Machine, 5)
+TestInADirectory = _case(StoredMachine, 5)
 
 
 class LongMachine(Machine):

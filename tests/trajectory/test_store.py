@@ -895,7 +895,7 @@ with opened(Path(sys.argv[1])) as buffer:
 # --- what is kept -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("segment_bytes", [1, 30_000])
+@pytest.mark.parametrize("segment_bytes", [1, pytest.param(30_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "limits",
     [{"retain": "window", "sample_window_size": 10}, {"max_transitions": 60}, {"max_bytes": 60_000}],
