@@ -399,7 +399,7 @@ def test_rows_that_point_elsewhere_are_not_followed(template: Path, tmp_path: Pa
                 assert outcome.startswith("DamagedData: a text has the code"), f"{name}, {way}: {outcome}"
 
 
-@pytest.mark.parametrize("flips", [30, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("flips", [30, pytest.param(500, marks=pytest.mark.slow)])
 def test_any_flipped_byte_of_a_catalogue_is_survived(template: Path, tmp_path: Path, flips: int) -> None:
     size = (template / "rank_0" / "catalogue.db").stat().st_size
     chance = np.random.default_rng(1)
