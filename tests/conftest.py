@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import sys
 from collections.abc import Generator
 from typing import TypeVar
 
 import pytest
+
+# Hundreds of processes that tests start would each compile everything that they import.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# httpcore tries to import it with every lock that it takes; a name that is known to lead nowhere is refused at once.
+if importlib.util.find_spec("sniffio") is None:
+    sys.modules["sniffio"] = None  # type: ignore[assignment]
 
 _Report = TypeVar("_Report", pytest.TestReport, pytest.CollectReport)
 

@@ -4,61 +4,109 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner, Result
 
-from tests.processes import ROOT, finished
+from forebay.cli import main
+from tests.processes import ROOT, finished, started
 
 sys.path.insert(0, str(ROOT / "examples"))
 
+import openai_server.train
+import tiny_grpo.run
 from tiny_grpo.demo import audit, read_story, summarise
+from tiny_grpo.model import Policy
 from tiny_grpo.report import Curve, SampledGroup, StepRecord, chart, report, reward_chart
 from tiny_grpo.run import Outcome, Settings
+from tiny_grpo.warm_start import warm_start
 
 
-def forebay(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return finished("-m", "forebay.cli", "demo", *arguments, cwd=cwd)
+@pytest.fixture
+def forebay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """`forebay demo` in a directory of its own; in this process, which has torch already."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds to it
+    return lambda *arguments: CliRunner().invoke(main, ["demo", *arguments])
+
+
+@pytest.fixture
+def short_warm_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hardly any: nothing here depends on what the policy can do."""
+
+    def short(policy: Policy, task_names: Sequence[str], *, steps: int, seed: int) -> None:
+        warm_start(policy, task_names, steps=2, seed=seed)
+
+    monkeypatch.setattr(tiny_grpo.run, "warm_start", short)
 
 
 # --- the real thing, short ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_short_demo_trains_reports_and_closes_its_ledger(tmp_path: Path) -> None:
-    result = forebay("--steps", "4", "--save-every", "2", "--colocated", cwd=tmp_path)
+    arguments = ("--steps", "4", "--save-every", "2", "--colocated")
+    result = finished("-m", "forebay.cli", "demo", *arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
-    assert "supervised warm start" in result.stdout
-    assert "It is closed" in result.stdout
-    directory = tmp_path / "runs" / "demo-1"
+    assert_reported(tmp_path / "runs" / "demo-1", result.stdout)
+
+
+@pytest.mark.usefixtures("short_warm_start")
+def test_a_demo_goes_on_where_it_was(tmp_path: Path, forebay: Callable[..., Result]) -> None:
+    first = forebay("--steps", "2", "--save-every", "1", "--tasks", "add", "--colocated")
+    assert first.exit_code == 0, first.output
+    assert_reported(tmp_path / "runs" / "demo-1", first.stdout)
+    second = forebay("--steps", "4", "--save-every", "2", "--tasks", "add", "--resume")
+    assert second.exit_code == 0, second.output
+    _, steps = read_story(tmp_path / "runs" / "demo-1")
+    assert sorted(steps) == [1, 2, 3, 4]
+    assert audit(tmp_path / "runs" / "demo-1") == []
+
+
+def assert_reported(directory: Path, output: str) -> None:
+    assert "supervised warm start" in output
+    assert "It is closed" in output
     assert audit(directory) == []
     page = (directory / "report.html").read_text()
     assert "Mean reward by task" in page
     assert (directory / "reward.svg").read_text().startswith("<svg")
 
 
-def test_a_demo_goes_on_where_it_was(tmp_path: Path) -> None:
-    first = forebay("--steps", "3", "--save-every", "2", "--tasks", "add", cwd=tmp_path)
-    assert first.returncode == 0, first.stderr
-    second = forebay("--steps", "6", "--save-every", "2", "--tasks", "add", "--resume", cwd=tmp_path)
-    assert second.returncode == 0, second.stderr
-    _, steps = read_story(tmp_path / "runs" / "demo-1")
-    assert sorted(steps) == [1, 2, 3, 4, 5, 6]
-    assert audit(tmp_path / "runs" / "demo-1") == []
-
-
-def test_a_demo_that_is_killed_skips_nothing_and_trains_nothing_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kills", "steps", "tasks"), [(1, 4, "add"), pytest.param(2, 10, "add,sort", marks=pytest.mark.slow)]
+)
+def test_a_demo_that_is_killed_skips_nothing_and_trains_nothing_twice(
+    forebay: Callable[..., Result], kills: int, steps: int, tasks: str
+) -> None:
     result = forebay(
-        "--crash-test", "--kills", "2", "--steps", "10", "--save-every", "3", "--tasks", "add,sort", cwd=tmp_path
+        "--crash-test", "--kills", str(kills), "--steps", str(steps), "--save-every", "3", "--tasks", tasks
     )
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.exit_code == 0, result.output
+    assert f"kill {kills}: at step" in result.stdout
     assert "none was skipped, none trained twice" in result.stdout
 
 
-def test_the_same_trainer_learns_from_an_openai_compatible_server_in_another_process() -> None:
+async def test_the_same_trainer_learns_from_an_openai_compatible_server_in_another_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, little in (("BATCH", 3), ("SAMPLES", 2), ("WARM_START_STEPS", 2)):
+        assert little < getattr(openai_server.train, name)
+        monkeypatch.setattr(openai_server.train, name, little)
+    with started("-m", "openai_server.server", "--port", "0", cwd=ROOT / "examples") as server:
+        assert server.stdout is not None
+        await openai_server.train.train(server.stdout.readline().strip(), steps=3, seed=0)
+    output = capsys.readouterr().out
+    assert output.count(", closed: ") == 3
+    assert "step    3   mean reward" in output
+
+
+@pytest.mark.slow
+def test_the_trainer_of_an_openai_compatible_server_runs_by_itself() -> None:
     result = finished("-m", "openai_server.train", "--steps", "3", cwd=ROOT / "examples")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count(", closed: ") == 3
@@ -80,11 +128,13 @@ def test_the_same_trainer_learns_from_an_openai_compatible_server_in_another_pro
         (["--ray", "--engines", "0"], "0 is not in the range"),
     ],
 )
-def test_a_wrong_argument_is_refused_and_named(tmp_path: Path, arguments: list[str], problem: str) -> None:
-    result = forebay(*arguments, cwd=tmp_path)
-    assert result.returncode in (1, 2)
+def test_a_wrong_argument_is_refused_and_named(
+    forebay: Callable[..., Result], arguments: list[str], problem: str
+) -> None:
+    result = forebay(*arguments)
+    assert isinstance(result.exception, SystemExit)  # no other one: that would be a traceback
+    assert result.exit_code in (1, 2)
     assert problem in result.stderr
-    assert "Traceback" not in result.stderr
 
 
 def test_ray_is_needed_for_ray_only_and_the_message_says_how_to_get_it(tmp_path: Path) -> None:

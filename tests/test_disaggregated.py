@@ -614,8 +614,9 @@ def paused_at(number: int | None, *, make: Any, seed: int) -> int:
 
 
 @pytest.mark.parametrize("make", [AsyncProduceStrategy, SyncProduceStrategy])
-def test_a_pause_at_every_point_in_turn_lets_nothing_start(make: Any) -> None:
-    for number in range(3, paused_at(None, make=make, seed=1)):
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_pause_at_every_point_in_turn_lets_nothing_start(make: Any, stride: int) -> None:
+    for number in range(3, paused_at(None, make=make, seed=1), stride):
         try:
             paused_at(number, make=make, seed=1)
         except BaseException as error:
@@ -929,8 +930,9 @@ def stopped_at(number: int | None, how: str) -> int:
 
 
 @pytest.mark.parametrize("how", ["cancel", "shutdown"])
-def test_g03_a_producer_stopped_at_every_point_in_turn_loses_nothing(how: str) -> None:
-    for number in range(4, stopped_at(None, how)):
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
+def test_g03_a_producer_stopped_at_every_point_in_turn_loses_nothing(how: str, stride: int) -> None:
+    for number in range(4, stopped_at(None, how), stride):
         try:
             stopped_at(number, how)
         except BaseException as error:

@@ -1033,7 +1033,7 @@ async def cancelled_after(work: Coroutine[Any, Any, Any], iterations: int, again
 
 
 @pytest.mark.usefixtures("no_threads")
-@pytest.mark.parametrize("again_after", [None, 1, 4])
+@pytest.mark.parametrize("again_after", [None, 1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [*SOURCES, half_bad, HalfBadLoader])
 async def test_a_draw_cancelled_at_any_point_leaves_nothing_in_flight_and_skips_nothing(
     kind: Callable[[int], Any], again_after: int | None
@@ -1218,9 +1218,14 @@ async def test_a_stream_of_hugging_face_goes_on_exactly(shards: int, shuffled: b
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("batch_size", [1, None])
-@pytest.mark.parametrize("shuffled", [False, True])
+@pytest.mark.parametrize(
+    ("workers", "batch_size", "shuffled"),
+    [
+        *[(0, batch_size, shuffled) for batch_size in (1, None) for shuffled in (False, True)],
+        (2, 1, True),
+        *[pytest.param(2, *more, marks=pytest.mark.slow) for more in ((1, False), (None, False), (None, True))],
+    ],
+)
 async def test_torchdatas_loader_goes_on_exactly(
     workers: int, batch_size: int | None, shuffled: bool, tmp_path: Path
 ) -> None:

@@ -16,11 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.processes import HANG_S
+
+if TYPE_CHECKING:
+    from tests.ray.hosts import Hosts
 
 # Read by Ray when it is imported and by every process of a cluster that we start.
 os.environ.update(
@@ -42,7 +45,10 @@ _CHECKOUT = Path(__file__).parents[2]
 
 
 class LocalCluster:
-    """The nodes. Tests may add nodes and kill them; the first three are there for everyone, and stay."""
+    """The nodes. Tests may add nodes and kill them; the first three are there for everyone, and stay.
+
+    One of these has a resource `scarce`: two actors that need more than half of it do not run at the same time.
+    """
 
     def __init__(self) -> None:
         cluster_utils = importlib.import_module("ray.cluster_utils")  # costs, and only tests that run need it
@@ -55,8 +61,8 @@ class LocalCluster:
             dashboard_agent_listen_port=0,
             _system_config={"health_check_initial_delay_ms": 0, "health_check_period_ms": 400},
         )
-        for _ in range(2):
-            self.add_node(wait=False)
+        for resources in ({"scarce": 1}, {}):
+            self.add_node(wait=False, resources=resources)
         self._cluster.wait_for_nodes(timeout=HANG_S)
 
     @property
@@ -107,6 +113,21 @@ def cluster() -> Iterator[LocalCluster]:
             if started is not None:
                 started.shutdown()
             shutil.rmtree(files, ignore_errors=True)
+
+
+@pytest.fixture(scope="package")
+def hosts(cluster: LocalCluster) -> Iterator[Callable[[str], Hosts]]:
+    """Actors of one kind ("memory" or "sqlite"), for all tests of the folder that need some."""
+    made: dict[str, Hosts] = {}
+
+    def of(kind: str) -> Hosts:
+        from tests.ray.hosts import Hosts  # imports ray
+
+        return made.setdefault(kind, Hosts(kind))
+
+    yield of
+    for one in made.values():
+        one.end()
 
 
 @pytest.fixture

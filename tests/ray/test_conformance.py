@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
 from forebay import Storage
 from forebay.testing import StorageConformance
-from tests.ray.conftest import LocalCluster
 from tests.ray.hosts import Hosts
 
 
@@ -16,12 +15,9 @@ class _Hosted(StorageConformance):
     kind = "memory"
     hosts: Hosts
 
-    @pytest.fixture(autouse=True, scope="class")
-    @classmethod
-    def _hosts(cls, cluster: LocalCluster) -> Iterator[None]:
-        cls.hosts = Hosts(cls.kind)
-        yield
-        cls.hosts.end()
+    @pytest.fixture(autouse=True)
+    def _hosts(self, hosts: Callable[[str], Hosts]) -> None:
+        self.hosts = hosts(self.kind)
 
     def make_storage(self) -> Storage:
         return self.hosts.storage()
@@ -31,10 +27,11 @@ class TestInMemory(_Hosted):
     pass
 
 
+@pytest.mark.slow  # the storage behind a host is none of its business, and SQLite passes the suite without one
 class TestOnSQLite(_Hosted):
     kind = "sqlite"
 
 
 class TestOverSeveralActors(_Hosted):
     def make_storage(self) -> Storage:
-        return self.hosts.sharded(3)
+        return self.hosts.sharded(2)

@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from forebay.cli import main
 from forebay.ray import RayReplayBuffer
 from forebay.trajectory import TrajectoryReplayBuffer
 from tests.processes import HANG_S, ROOT, finished, started
@@ -181,16 +183,22 @@ def test_an_address_where_no_ray_is_is_told_at_once(place: Place) -> None:
 # --- the demo -----------------------------------------------------------------------------------------
 
 
-def test_the_demo_on_ray_reaches_the_same_reward(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("engines", "steps"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_the_demo_on_ray_reaches_the_same_reward(
+    place: Place, tmp_path: Path, engines: int, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On-policy, a completion depends on weights, prompt and seed only: where it is generated changes nothing."""
-    command = ("-m", "forebay.cli", "demo", "--colocated", "--steps", "2", "--tasks", "add", "--runs", str(tmp_path))
-    for name, options in (("here", ()), ("on-ray", ("--ray", "--engines", "2"))):
-        code, output, errors = place.run(*command, "--name", name, *options)
-        assert errors == ""
-        assert code == 0
-        assert "It is closed" in output
+    command = ("demo", "--colocated", "--steps", str(steps), "--tasks", "add", "--runs", str(tmp_path))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds to it
+    plain = CliRunner().invoke(main, [*command, "--name", "here"])  # in this process, which has torch already
+    assert plain.exit_code == 0, plain.output
+    options = ("--name", "on-ray", "--ray", "--engines", str(engines))
+    code, output, errors = place.run("-m", "forebay.cli", *command, *options)
+    assert errors == ""
+    assert code == 0
+    assert "It is closed" in output
     here, on_ray = (_rewards(tmp_path / name) for name in ("here", "on-ray"))
-    assert len(here) == 2
+    assert len(here) == steps
     assert on_ray == pytest.approx(here, rel=1e-9)  # sums are made in the order in which groups come
     assert place.left() == []
 
@@ -203,7 +211,10 @@ def _rewards(run: Path) -> list[float]:
 # --- trajectories -------------------------------------------------------------------------------------
 
 
-def test_each_rank_gets_its_trajectories_saves_them_and_goes_on_with_them(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_each_rank_gets_its_trajectories_saves_them_and_goes_on_with_them(
+    place: Place, tmp_path: Path, resume: bool
+) -> None:
     command = ("ray_trajectories.py", "--rounds", "3", "--runners", "1", "--out", str(tmp_path / "saved"))
     code, output, errors = place.run(*command)
     assert errors == ""
@@ -212,12 +223,15 @@ def test_each_rank_gets_its_trajectories_saves_them_and_goes_on_with_them(place:
     assert len(returns) == 3
     assert returns[-1] > returns[0]
     assert output.count("trajectories of each rank: 3, 3\n") == 1
+    assert place.left() == []
     for rank in range(2):
         buffer = TrajectoryReplayBuffer(arrays="numpy")
         buffer.load_checkpoint(tmp_path / "saved", is_distributed=True, local_rank=rank, world_size=2)
         assert len(buffer) == 3
         assert sorted(set(buffer.sample(64)["versions"].tolist())) == [1, 2, 3]
 
+    if not resume:  # another run of the example; that other ranks can load it is shown above
+        return
     code, output, errors = place.run(*command, "--resume", "--ranks", "3", "--rounds", "1")
     assert errors == ""
     assert code == 0

@@ -212,11 +212,11 @@ async def test_g05_a_lease_that_was_lost_on_one_shard_is_settled_on_none(buffer:
     assert await closed_ledger(buffer, names[0]) == {"issued": 1, "leased": 1}
 
 
+@pytest.mark.parametrize(("first", "last"), [(2, 3), pytest.param(3, 4, marks=pytest.mark.slow)])
 async def test_a_checkpoint_goes_from_any_number_of_shards_to_any_other(
-    cluster: LocalCluster, new_name: NewName, tmp_path: Path
+    cluster: LocalCluster, new_name: NewName, tmp_path: Path, first: int, last: int
 ) -> None:
-    names = [*tasks_of("save"), *tasks_of("save", 4)]
-    names = sorted(set(names))
+    names = sorted({*tasks_of("save", first), *tasks_of("save", last)})
     expected: dict[str, Any] = {}
 
     async def check(buffer: ReplayBuffer) -> None:
@@ -231,36 +231,36 @@ async def test_a_checkpoint_goes_from_any_number_of_shards_to_any_other(
                 assert is_whole(group)
             assert (await internals(buffer).position(name))[0] == 4
 
-    async with hosted(new_name(), shards=3) as three:
+    async with hosted(new_name(), shards=first) as several:
         for name in names:
-            await fill(three, 3, name)
-            await children.drawn(three, 1, name)
-        await three.discard({"group_id": 0}, "first")
-        await three.save(tmp_path / "three")
+            await fill(several, 3, name)
+            await children.drawn(several, 1, name)
+        await several.discard({"group_id": 0}, "first")
+        await several.save(tmp_path / "several")
         # What was in flight is to be generated again.
         expected.update({name: {"issued": 4, "buffered": 3, "discarded": 1} for name in names})
     async with hosted(new_name()) as one:
-        await one.resume(tmp_path / "three")
+        await one.resume(tmp_path / "several")
         await check(one)
         await one.save(tmp_path / "one")
     async with ReplayBuffer() as local:
         await local.resume(tmp_path / "one")
         await check(local)
         await local.save(tmp_path / "local")
-    async with hosted(new_name(), shards=4) as four:
-        await four.resume(tmp_path / "local")
-        await check(four)
-        assert {record.uid >> UID_BITS for record in await four.query({"group_id": 1})} == {
-            shard_of(name, 4) for name in names
+    async with hosted(new_name(), shards=last) as more:
+        await more.resume(tmp_path / "local")
+        await check(more)
+        assert {record.uid >> UID_BITS for record in await more.query({"group_id": 1})} == {
+            shard_of(name, last) for name in names
         }
         # It continues: new uids and ids, and every group can be taken.
-        assert await fill(four, 1, names[0]) == [4]
-        assert len(await internals(four).redraw(5, names[0])) == 1
-        async with four.lease_batch(dict.fromkeys(names, 2), train_step=1) as lease:
+        assert await fill(more, 1, names[0]) == [4]
+        assert len(await internals(more).redraw(5, names[0])) == 1
+        async with more.lease_batch(dict.fromkeys(names, 2), train_step=1) as lease:
             assert all(sorted(ids(groups)) == [1, 2] for groups in lease.groups_by_task.values())
-        await four.save(tmp_path / "four")
+        await more.save(tmp_path / "more")
     async with ReplayBuffer() as local:
-        await local.resume(tmp_path / "four")
+        await local.resume(tmp_path / "more")
         assert (await closed_ledger(local, names[0]))["trained"] == 2
 
 

@@ -13,7 +13,9 @@ import logging
 import multiprocessing
 import os
 import random
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +40,8 @@ from forebay.core.staleness import group_staleness
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, check_ledger, run
 
 STEPS, BATCH, SAVE_EVERY, INTERVAL = 30, 4, 4, 1
-POINTS, SLOW_POINTS = 50, 1_000  # of each kind and mode
+POINTS, SLOW_POINTS = 8, 1_000  # of each kind and mode
+FEW = 50  # not worth the processes of a pool
 TASKS = {"math": 2.0, "code": 1.0}
 
 
@@ -211,18 +214,29 @@ def interrupted(
 
 
 def survived(point: tuple[str, str, int, int, str]) -> str | None:
-    """One interruption, in a process of a pool; what went wrong, or None."""
+    """One interruption, perhaps in a process of a pool; what went wrong, or None."""
     kind, mode, number, events, directory = point
-    logging.disable(logging.CRITICAL)  # simulated failures are no news
     os.fsync = _no_fsync  # type: ignore[assignment]
     chance = random.Random(number)
     seed, at_event = chance.randrange(1_000), chance.randrange(2, events)
     try:
-        interrupted(kind, Path(directory) / f"{number}", seed, at_event, prompts_only=mode == "prompts")
+        with quiet():
+            interrupted(kind, Path(directory) / f"{number}", seed, at_event, prompts_only=mode == "prompts")
     except Exception as error:
         command = f"FOREBAY_POINT={kind}-{mode}-{number} python -m pytest {__file__}"
         return f"{type(error).__name__}: {error}\n  rerun: {command}"
     return None
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Simulated failures are no news."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _no_fsync(descriptor: int) -> None:
@@ -244,18 +258,23 @@ def test_g04_a_run_that_is_stopped_anywhere_skips_nothing_and_trains_nothing_twi
         for point in points:
             assert survived(point) is None
         return
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        problems = [problem for problem in pool.map(survived, points, chunksize=10) if problem is not None]
+    if count <= FEW:
+        outcomes = list(map(survived, points))
+    else:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+            outcomes = list(pool.map(survived, points, chunksize=10))
+    problems = [problem for problem in outcomes if problem is not None]
     assert not problems, "\n".join(problems[:5])
 
 
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.slow)])
 def test_g04_a_sync_run_saved_with_nothing_in_flight_repeats_its_steps_in_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", _no_fsync)
     whole, events = interrupted("sync", tmp_path / "whole", 5, None, prompts_only=False)
-    for number in range(20):
+    for number in range(count):
         at_event = random.Random(number).randrange(2, events)
         parts, _ = interrupted("sync", tmp_path / f"{number}", 5, at_event, prompts_only=False)
         assert parts.steps == whole.steps

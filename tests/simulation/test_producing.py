@@ -23,7 +23,7 @@ from forebay.prompts.sampler import SamplerWithReplayBuffer
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, check_ledger, check_nothing_lost, run
 
 TASK = "math"
-SEEDS = range(500)
+SEEDS, SLOW_SEEDS = 100, 500
 
 
 class World:
@@ -145,12 +145,12 @@ def explored(seed: int) -> World:
     return worlds[0]
 
 
-@pytest.fixture(scope="module")
-def campaign() -> dict[int, str]:
-    """All seeds, run once; what went wrong, by seed."""
+@pytest.fixture(scope="module", params=[SEEDS, pytest.param(SLOW_SEEDS, marks=pytest.mark.slow)])
+def campaign(request: pytest.FixtureRequest) -> dict[int, str]:
+    """Many seeds, each run once; what went wrong, by seed."""
     chosen = os.environ.get("FOREBAY_SEED")
     problems: dict[int, str] = {}
-    for seed in SEEDS if chosen is None else [int(chosen)]:
+    for seed in range(request.param) if chosen is None else [int(chosen)]:
         try:
             explored(seed)
         except Exception as error:
@@ -184,7 +184,9 @@ def test_g11_no_run_waits_for_ever_under_any_seed(campaign: dict[int, str]) -> N
     assert not show(campaign, "Simulation")  # SimulationStuck, SimulationLimit
 
 
-@pytest.mark.parametrize("seed", range(0, 500, 10))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] if seed % 50 else []) for seed in range(0, SLOW_SEEDS, 10)]
+)
 def test_g12_the_same_seed_trains_on_the_same_groups_in_the_same_order(seed: int) -> None:
     first, second = explored(seed), explored(seed)
     assert first.trained == second.trained
@@ -268,14 +270,15 @@ def disturbed(kind: str, number: int | None, *, partial: bool) -> int:
     return events
 
 
-def points(partial: bool) -> Iterator[int]:
-    yield from range(3, disturbed("none", None, partial=partial))
+def points(partial: bool, stride: int) -> Iterator[int]:
+    yield from range(3, disturbed("none", None, partial=partial), stride)
 
 
 @pytest.mark.parametrize("partial", [False, True], ids=["restart", "partial"])
 @pytest.mark.parametrize("kind", ["exception", "hang", "cancel", "pause"])
-def test_g03_a_fault_at_every_point_in_turn_loses_nothing(kind: str, partial: bool) -> None:
-    for number in points(partial):
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_g03_a_fault_at_every_point_in_turn_loses_nothing(stride: int, kind: str, partial: bool) -> None:
+    for number in points(partial, stride):
         try:
             disturbed(kind, number, partial=partial)
         except BaseException as error:

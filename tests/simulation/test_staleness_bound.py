@@ -39,7 +39,7 @@ from forebay import (
 from forebay.core.staleness import group_staleness, staleness
 from forebay.testing.simulate import LongTail, SimulatedEngine, check_ledger, check_nothing_lost, run
 
-RUNS, SLOW_RUNS, STEPS, BATCH = 12, 400, 250, 2
+RUNS, SLOW_RUNS, STEPS, BATCH = 4, 400, 250, 2
 
 
 class Running(SimulatedEngine):
@@ -231,16 +231,16 @@ def explore(numbers: Sequence[int]) -> Counter[str]:
     return total
 
 
-def test_g06_staleness_never_reaches_its_threshold_in_three_thousand_steps() -> None:
+def test_g06_staleness_never_reaches_its_threshold_in_a_thousand_steps() -> None:
     chosen = os.environ.get("FOREBAY_RUN")
     if chosen is not None:
         _, problem = explored(int(chosen))
         assert problem is None, problem
         return
     seen = explore(range(RUNS))
-    assert seen["steps"] == RUNS * STEPS == 3_000
+    assert seen["steps"] == RUNS * STEPS == 1_000
     for rare in ("expired batches", "syncs between", "at the bound", "of several weights", "masked tokens", "failures"):
-        assert seen[rare] > 30, f"hardly any {rare}: {seen}"
+        assert seen[rare] > 10, f"hardly any {rare}: {seen}"
 
 
 @pytest.mark.slow

@@ -47,12 +47,12 @@ def _sqlite() -> Storage:
     return SQLiteStorage(_directory / f"{next(_numbers)}.db", synchronous="NORMAL")
 
 
-TestMemoryInOrderOfArrival = _case(MemoryStorage, FIFOReplayPolicy(), 60)
-TestMemoryOldestFirst = _case(MemoryStorage, StalenessReplayPolicy(), 60)
-TestSQLiteInOrderOfArrival = _case(_sqlite, FIFOReplayPolicy(), 40)
-TestSQLiteOldestFirst = _case(_sqlite, StalenessReplayPolicy(), 40)
-TestPandasInOrderOfArrival = _case(PandasStorage, FIFOReplayPolicy(), 20)
-TestPandasOldestFirst = _case(PandasStorage, StalenessReplayPolicy(), 20)
+TestMemoryInOrderOfArrival = _case(MemoryStorage, FIFOReplayPolicy(), 20)
+TestMemoryOldestFirst = _case(MemoryStorage, StalenessReplayPolicy(), 20)
+TestSQLiteInOrderOfArrival = _case(_sqlite, FIFOReplayPolicy(), 10)
+TestSQLiteOldestFirst = _case(_sqlite, StalenessReplayPolicy(), 10)
+TestPandasInOrderOfArrival = _case(PandasStorage, FIFOReplayPolicy(), 3)
+TestPandasOldestFirst = _case(PandasStorage, StalenessReplayPolicy(), 3)
 
 TestMemoryInOrderOfArrivalForLong = _long(MemoryStorage, FIFOReplayPolicy())
 TestMemoryOldestFirstForLong = _long(MemoryStorage, StalenessReplayPolicy())

@@ -61,17 +61,20 @@ class TestPostgresStorage(StorageConformance):
         return schemas.make()
 
 
-RUNS = settings(max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+RUNS = settings(stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def _case(policy: ReplayPolicy) -> type[unittest.TestCase]:
+def _case(policy: ReplayPolicy, examples: int) -> type[unittest.TestCase]:
     case: type[unittest.TestCase] = machine_for(schemas.make, policy).TestCase
-    case.settings = RUNS  # type: ignore[attr-defined]
+    case.settings = settings(RUNS, max_examples=examples)  # type: ignore[attr-defined]
     return case
 
 
-TestInOrderOfArrival = _case(FIFOReplayPolicy())
-TestOldestFirst = _case(StalenessReplayPolicy())
+TestInOrderOfArrival = _case(FIFOReplayPolicy(), 6)
+TestOldestFirst = _case(StalenessReplayPolicy(), 6)
+
+TestInOrderOfArrivalForLong = pytest.mark.slow(_case(FIFOReplayPolicy(), 100))
+TestOldestFirstForLong = pytest.mark.slow(_case(StalenessReplayPolicy(), 100))
 
 
 # --- what the tests below share -----------------------------------------------------------------------
@@ -603,7 +606,8 @@ def _parsed(query: dict[str, Any]) -> Node | None:
         return None  # operators that do not fit the type are the parser's business
 
 
-def test_a_query_means_in_sql_what_it_means_in_python() -> None:
+@pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_query_means_in_sql_what_it_means_in_python(examples: int) -> None:
     storage = schemas.make()
     loop = asyncio.new_event_loop()
 
@@ -619,7 +623,7 @@ def test_a_query_means_in_sql_what_it_means_in_python() -> None:
 
         await storage._connections.step(work)
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         rows=st.integers(1, 6).flatmap(lambda n: st.tuples(*(records(uid) for uid in range(1, n + 1)))),
         asked=st.lists(queries.map(_parsed).filter(lambda node: node is not None), min_size=1, max_size=6),

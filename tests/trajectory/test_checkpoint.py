@@ -338,8 +338,9 @@ def damage(path: Path, part: str = "replay") -> None:
 
 @pytest.mark.parametrize(("code", "for_good"), [(errno.ENOSPC, False), (errno.EIO, True)], ids=["once", "for good"])
 @pytest.mark.parametrize("kind", ["memory", "store"])
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_g08_whichever_file_operation_fails_a_whole_checkpoint_of_trajectories_is_there(
-    tmp_path: Path, code: int, for_good: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, stride: int, code: int, for_good: bool, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     buffer = in_memory(range(5)) if kind == "memory" else opened(tmp_path / "store")
@@ -376,7 +377,7 @@ def test_g08_whichever_file_operation_fails_a_whole_checkpoint_of_trajectories_i
         shutil.rmtree(path)
         if len(files.calls) <= n:
             break
-        n += 1
+        n += stride
     assert outcomes == {(True, 5), (True, 40), (False, 40)}
     assert n > 25
     buffer.close()

@@ -301,7 +301,8 @@ def test_a_checkpoint_holds_everything_while_the_disk_of_the_store_is_full(tmp_p
     buffer.close()
 
 
-def test_g07_full_disks_lose_nothing_whatever_is_done_in_between(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seeds", [4, pytest.param(40, marks=pytest.mark.slow)])
+def test_g07_full_disks_lose_nothing_whatever_is_done_in_between(tmp_path: Path, seeds: int) -> None:
     """Random adds under real limits of the size of files, which also SQLite's meet; then room is made."""
     apart(
         """
@@ -310,7 +311,7 @@ from tests.trajectory.test_failing_disk import *
 failures = 0
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-for seed in range(12):
+for seed in range(int(sys.argv[2])):
     chance = random.Random(seed)
     path, added = Path(sys.argv[1]) / str(seed), 0
     kind = chance.choice((Buffer, Large))
@@ -353,9 +354,10 @@ for seed in range(12):
         buffer.close()
     with opened(path) as buffer:
         check_all(buffer, range(added))
-assert failures > 30, failures
+assert failures > 2 * int(sys.argv[2]), failures
 """,
         tmp_path,
+        seeds,
     )
 
 

@@ -303,8 +303,8 @@ def _case(machine: type[Machine], examples: int) -> type[unittest.TestCase]:
     return case
 
 
-TestInMemory = _case(Machine, 25)
-TestInADirectory = _case(StoredMachine, 20)
+TestInMemory = _case(Machine, 5)
+TestInADirectory = _case(StoredMachine, 5)
 
 
 class LongMachine(Machine):

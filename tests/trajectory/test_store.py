@@ -323,7 +323,7 @@ def test_memory_that_grows_stays_out_of_files_that_are_mapped(tmp_path: Path) ->
 def test_everything_at_once_from_threads(tmp_path: Path) -> None:
     """No error, no torn row, no crash: with segments and windows so small that everything happens all the time."""
     for segment_bytes, window, cache in ((1, 6, 0), (15_000, 20, 5)):
-        apart(STRESS, tmp_path / "root", segment_bytes, window, cache, 20)
+        apart(STRESS, tmp_path / "root", segment_bytes, window, cache, 7)
 
 
 @pytest.mark.slow
@@ -427,9 +427,9 @@ def test_g07_trajectories_survive_an_unclean_stop(tmp_path: Path, session: str) 
 
 
 @pytest.mark.usefixtures("_quiet")
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [29, pytest.param(1, marks=pytest.mark.slow)])
 def test_g07_a_torn_tail_costs_the_torn_trajectories_only(tmp_path: Path, stride: int) -> None:
-    """Every length of every column file, over its last 4 KB; in the quick run every seventh and those at an end."""
+    """Every length of every column file, over its last 4 KB; in the quick run every 29th and those at an end."""
     with opened(tmp_path / "a", Large) as buffer:
         for key in range(19):
             buffer.add_trajectories([make(key)])
@@ -895,7 +895,7 @@ with opened(Path(sys.argv[1])) as buffer:
 # --- what is kept -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("segment_bytes", [1, 30_000])
+@pytest.mark.parametrize("segment_bytes", [1, pytest.param(30_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "limits",
     [{"retain": "window", "sample_window_size": 10}, {"max_transitions": 60}, {"max_bytes": 60_000}],
@@ -1014,8 +1014,11 @@ def _adds(buffer: Buffer, first: int, acknowledged: list[int], added: list[int])
 
 
 @pytest.mark.parametrize(("code", "for_good"), [(errno.ENOSPC, False), (errno.EIO, True)], ids=["once", "for good"])
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("_quiet", "_quick")
-def test_g07_whichever_file_operation_fails_no_trajectory_is_lost(tmp_path: Path, code: int, for_good: bool) -> None:
+def test_g07_whichever_file_operation_fails_no_trajectory_is_lost(
+    tmp_path: Path, stride: int, code: int, for_good: bool
+) -> None:
     """What was acknowledged is on disk. What was not is written by the next flush, or can be saved elsewhere."""
     filled(tmp_path / "template", range(5))
     n, outcomes = 0, set()
@@ -1074,7 +1077,7 @@ def test_g07_whichever_file_operation_fails_no_trajectory_is_lost(tmp_path: Path
         shutil.rmtree(path)
         if len(files.calls) <= n:
             break
-        n += 1
+        n += stride
     assert outcomes == {True, False}
     assert n > 60
 

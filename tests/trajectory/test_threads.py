@@ -188,7 +188,7 @@ def everything_at_once(tmp_path: Path, *, stored: bool, turns: int) -> None:
 
 @pytest.mark.parametrize("stored", [False, True], ids=["memory", "directory"])
 def test_everything_at_once(stored: bool, tmp_path: Path) -> None:
-    everything_at_once(tmp_path, stored=stored, turns=10)
+    everything_at_once(tmp_path, stored=stored, turns=4)
 
 
 @pytest.mark.slow
@@ -198,7 +198,7 @@ def test_everything_at_once_for_long(stored: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", [False, True], ids=["memory", "directory"])
-@pytest.mark.parametrize("after", [1, 10, 40])
+@pytest.mark.parametrize("after", [1, 10, pytest.param(40, marks=pytest.mark.slow)])
 def test_closing_in_the_middle_is_the_only_error(stored: bool, after: int, tmp_path: Path) -> None:
     known = Known(10, seed=2)
     buffer = TinySegments(sample_window_size=20, auto_save=stored, auto_save_path=tmp_path / "store", cache_size=3)

@@ -512,15 +512,16 @@ WAYS: dict[str, Callable[[int | None], Interrupted]] = {
 }
 
 
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("drop", [[], ["dones"]], ids=["linked", "rewritten"])
 def test_whatever_interrupts_a_merge_each_side_is_complete_or_untouched(
-    tmp_path: Path, way: str, drop: list[str]
+    tmp_path: Path, way: str, drop: list[str], stride: int
 ) -> None:
     write_ranks(tmp_path / "template", [2, 2], kinds=("checkpoint", "store"))
     everything = {0: 0, 1: 100, 2: 1, 3: 101}
     outcomes = set()
-    for n in count(0, 3 if drop else 1):
+    for n in count(0, stride * (2 if drop else 1)):
         place = tmp_path / "place"
         shutil.copytree(tmp_path / "template", place / "ranks")
         ranks = {rank: snapshot(place / "ranks" / rank) for rank in ("rank_0", "rank_1")}
@@ -547,12 +548,15 @@ def test_whatever_interrupts_a_merge_each_side_is_complete_or_untouched(
     assert (False, False) not in outcomes
 
 
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("kind", ["checkpoint", "store"])
-def test_whatever_interrupts_a_split_no_trajectory_is_on_neither_side(tmp_path: Path, way: str, kind: Any) -> None:
+def test_whatever_interrupts_a_split_no_trajectory_is_on_neither_side(
+    tmp_path: Path, way: str, kind: Any, stride: int
+) -> None:
     write(tmp_path / "template", [make(tag) for tag in range(5)], kind=kind)
     outcomes = set()
-    for n in count():
+    for n in count(0, stride):
         place = tmp_path / "place"
         shutil.copytree(tmp_path / "template", place / "source")
         before = snapshot(place / "source")

@@ -273,6 +273,8 @@ class Catalogue:
     def _doing(self, what: str) -> Iterator[None]:
         try:
             yield
+        except UnicodeDecodeError as error:  # the message of SQLite names what is damaged, and is no UTF-8 itself
+            raise DamagedData(f"{self.path} is damaged: {error}") from None
         except sqlite3.Error as error:
             # Text that is no UTF-8 is found by Python, which gives no code.
             code = getattr(error, "sqlite_errorcode", None)
