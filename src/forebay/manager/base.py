@@ -341,8 +341,7 @@ class Manager:
         limits, the plan of steps, credits, the ledger, and the state of agent loops that have one. An earlier
         checkpoint at this path is kept until the new one is complete.
         """
-        checked_integer("model_step", model_step, least=0)
-        self._refuse_to_skip(model_step)
+        self._refuse_to_skip(checked_integer("model_step", model_step, least=0))
         save = partial(self._internals.save, path, model_step=model_step, prompts_only=no_save_replay_buffer)
         save = partial(save, tasks=await self._patiently(self.run.own_tasks))
         await self._patiently(lambda: save(extra=lambda: {"manager": self._saved_state(model_step)}))
