@@ -4,7 +4,7 @@
 
 Each producer process has an engine that sleeps: a fixed number of answers at a time, each as long as the other. So one
 producer has a ceiling of its own, and n producers should have n times as much; what is missing is the price of sharing.
-The trainer, here, takes batches as fast as they come. Beside it: one producer and the trainer in one process, in memory.
+The trainer takes batches as fast as they come. Beside it: one producer and the trainer in one process, in memory.
 Round trips are counted in the processes themselves: every statement that they send to PostgreSQL, for all purposes.
 """
 
@@ -113,17 +113,20 @@ async def consume(manager: DisaggregatedAgentLoopManager, steps: int, first: int
     return steps * BATCH / (time.perf_counter() - began)
 
 
+def start(store: str) -> subprocess.Popen[str]:
+    """A producer process."""
+    command = [sys.executable, __file__, "--produce", store]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT / "bench")
+
+
 async def measure(store: str, producers: int, steps: int) -> dict[str, float]:
     counted = Counted()
     manager = make_manager(open_buffer(store))
     with ExitStack() as stack:
         processes = []
         for _ in range(producers):
-            command = [sys.executable, __file__, "--produce", store]
-            environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-            process = stack.enter_context(
-                subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT / "bench")
-            )
+            process = stack.enter_context(start(store))
             stack.callback(process.kill)
             processes.append(process)
         await manager.continue_produce(0)

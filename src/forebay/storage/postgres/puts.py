@@ -186,17 +186,43 @@ def is_single(arrivals: Sequence[Arrival], frames: Frames, settings: Settings) -
     )
 
 
+def is_quick(arrivals: Sequence[Arrival], drawn: Sequence[Record | None], frames: Frames) -> bool:
+    """Whether one statement is enough for groups that come back: drawn here, few bytes, none ends."""
+    return (
+        not frames.large
+        and CALL.get() is None
+        and all(
+            record is not None
+            and record.attempt == arrival.attempt
+            and not arrival.stale
+            and arrival.content.facts.status not in (Status.FILTERED, Status.FAILED)
+            for arrival, record in zip(arrivals, drawn, strict=True)
+        )
+    )
+
+
 def may_need_room(arrivals: Sequence[Arrival], settings: Settings) -> bool:
     """Whether a put has to be the only one that checks the capacity."""
     return is_bounded(settings) and any(arrival.attempt is None and not arrival.stale for arrival in arrivals)
 
 
 async def put(
-    step: Step, arrivals: Sequence[Arrival], group_ids: Sequence[int], frames: Frames, *, owner: str
+    step: Step,
+    arrivals: Sequence[Arrival],
+    group_ids: Sequence[int],
+    frames: Frames,
+    *,
+    owner: str,
+    drawn: Sequence[Record] = (),
 ) -> list[Record]:
-    """Store arrivals: groups that come back, and groups by hand. `group_ids` has one for each arrival."""
+    """Store arrivals: groups that come back, and groups by hand. `group_ids` has one for each arrival.
+
+    `drawn`: their rows as this process drew them. The statement fails if another process holds one of them by now.
+    """
     settings = step.settings
-    rows = await _returning(step, arrivals, owner)
+    rows: Sequence[Record | None] = drawn or await _returning(step, arrivals, owner)
+    if drawn:
+        step.guard(drawn)
     new = [arrival for arrival, row in zip(arrivals, rows, strict=True) if row is None and not arrival.stale]
     if new and may_need_room(arrivals, settings):
         usage = usage_of(await step.connection.fetchrow(USAGE))

@@ -9,6 +9,7 @@ to the shard of the connection, so that two puts wait for each other only if the
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -121,6 +122,11 @@ INSERT INTO groups ({", ".join(COLUMNS)})
 SELECT {", ".join(_FILLED.get(column, f"u.{column}") for column in COLUMNS)} FROM unnest({{}}) u
 ON CONFLICT (uid) DO UPDATE SET {", ".join(f"{column} = excluded.{column}" for column in COLUMNS[1:])}
 RETURNING uid, timestamp_id, task_name, group_id, created_at, moved_at"""
+_GUARD = """
+SELECT 1 / (count(*) = {})::int AS ok FROM (
+    SELECT g.uid FROM groups g JOIN unnest({}, {}, {}, {}) AS u (uid, attempt, revision, priority)
+        ON g.uid = u.uid AND g.attempt = u.attempt AND g.revision = u.revision AND g.priority = u.priority
+    WHERE g.place = 'in_flight' FOR UPDATE OF g) h"""
 _TASK, _GROUP = COLUMNS.index("task_name"), COLUMNS.index("group_id")
 _STORE_FRAMES = """
 INSERT INTO payloads (uid, frame)
@@ -169,6 +175,7 @@ class Step:
         self._dropped_payloads: list[int] = []
         self._ends: list[GroupEnd] = []
         self._more: list[tuple[str, tuple[tuple[Any, str], ...]]] = []
+        self._guard: list[tuple[Any, str]] = []
         self._answer: tuple[Call, Kept] | None = None
 
     async def lock(self, condition: str, *values: Any) -> list[Record]:
@@ -225,6 +232,11 @@ class Step:
         """Do one more change in the same statement; see `_Statement.add`."""
         self._more.append((sql, values))
 
+    def guard(self, records: Sequence[Record]) -> None:
+        """Let the statement fail (DivisionByZeroError) unless these rows in flight are as they were when drawn."""
+        rows = [(record.uid, record.attempt, record.revision, record.priority) for record in records]
+        self._guard = [(len(rows), "bigint"), *_arrays(rows, "bigint", "bigint", "bigint", "double precision")]
+
     def answer(self, kept: Kept) -> None:
         """Remember what the operation returns, if it belongs to a call that may be repeated."""
         call = CALL.get()
@@ -241,6 +253,9 @@ class Step:
         statement = _Statement()
         stored, self._stored = self._stored, {}
         rows = [record_values(record, trained_as) for record, trained_as, _ in stored.values()]
+        if self._guard:
+            statement.add("held", _GUARD, *self._guard)
+            self._guard = []
         if stored:
             statement.add("stored", _STORE, (rows, "groups[]"))
             self._add_frames(statement, [(*identity, frame) for identity, (_, _, frame) in stored.items()])
@@ -335,4 +350,5 @@ class _Statement:
         """The statement; it returns the stored rows, and the number of the transaction."""
         parts = ", ".join(f"{name} AS ({sql})" for name, sql in self.parts.items())
         stored = ", stored.* FROM stored" if "stored" in self.parts else ""
+        stored += ", held" if "held" in self.parts else ""
         return f"WITH {_CLOCK}, {parts} SELECT pg_current_xact_id()::text AS xid{stored}"

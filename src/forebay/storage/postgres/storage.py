@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
@@ -23,7 +23,7 @@ from forebay.core.ledger import Account, Clock, GroupEnd, Record, Row
 from forebay.core.query import Node
 from forebay.core.rollout import Status
 from forebay.errors import BufferClosed, CursorMoved, DuplicateGroup, EpochMoved, LostLease, NoRoom
-from forebay.storage.base import Arrival, Claim, Claimed, Draw, Listener, Operation, Rows, Storage, Summary
+from forebay.storage.base import Arrival, Claim, Claimed, Draw, Listener, Operation, Purpose, Rows, Storage, Summary
 from forebay.storage.idempotency import CALL, Answered, Call, CallMemory, Returned
 from forebay.storage.payloads import fail_damaged, read_rows
 from forebay.storage.postgres import accounts, claims, moves, owners, puts, reads
@@ -73,6 +73,7 @@ class PostgresStorage(Storage, CallMemory):
         self._streams: set[reads.Stream] = set()
         self._buffered = 0
         self._tasks: set[str] = set()  # all that were ever named here
+        self._drawn: dict[tuple[str, int], Record] = {}  # as they are in flight, by task and group id
 
     def __repr__(self) -> str:
         return f"<PostgresStorage {self.name!r}: {self._buffered} buffered groups>"
@@ -108,6 +109,7 @@ class PostgresStorage(Storage, CallMemory):
             self._leases.pop(owner, None)
             self._closed.add(owner)
             await self._connections.step(lambda step: owners.leave(step, owner))
+            self._drawn = {key: record for key, record in self._drawn.items() if record.owner != owner}
             if not self._leases:
                 for stream in list(self._streams):  # those that were not read to the end
                     stream.end()
@@ -246,6 +248,7 @@ class PostgresStorage(Storage, CallMemory):
         if draw.owner in self._closed:  # closed meanwhile
             await self.release(draw.owner)
             self._check_owner(draw.owner)
+        self._drawn |= {(record.task_name, record.group_id): record for record in records}
         return records
 
     @property
@@ -266,6 +269,14 @@ class PostgresStorage(Storage, CallMemory):
         named = {arrival.group_id for arrival in arrivals if arrival.group_id is not None}
         hand_ids = iter(await self._hand_ids.take(self._connections, by_hand, named) if by_hand else ())
         group_ids = [next(hand_ids) if a.group_id is None else a.group_id for a in arrivals]
+        drawn = [
+            self._drawn.pop((a.task_name, group_id), None) for a, group_id in zip(arrivals, group_ids, strict=True)
+        ]
+        if puts.is_quick(arrivals, drawn, frames):
+            known = [record for record in drawn if record is not None]
+            work = partial(puts.put, arrivals=arrivals, group_ids=group_ids, frames=frames, owner=owner, drawn=known)
+            with suppress(asyncpg.DivisionByZeroError):  # another process holds one by now: the step below says which
+                return await self._connections.step(work, single=True)
         return await self._connections.step(
             _answering(lambda step: puts.put(step, arrivals, group_ids, frames, owner=owner), "put"),
             single=puts.is_single(arrivals, frames, settings),
@@ -283,6 +294,9 @@ class PostgresStorage(Storage, CallMemory):
             if call is not None and not any((claimed.rows or {}).values()):  # perhaps this very call has claimed them
                 found = await self.answer(call.client, call.sequence)
                 claimed = claimed if found is None else found.value
+            if claim.purpose is Purpose.DRAW:
+                rows = [row.record for found in (claimed.rows or {}).values() for row in found]
+                self._drawn |= {(record.task_name, record.group_id): record for record in rows}
             return claimed
 
     async def _claim(self, claim: Claim, call: Call | None) -> Claimed:
