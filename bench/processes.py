@@ -177,31 +177,28 @@ def main() -> None:
 
     from forebay.ray import RayReplayBuffer
 
-    server = Server()
-    try:
-        for name in ("PostgreSQL", "Ray"):
+    server = Server()  # ends with this process
+    for name in ("PostgreSQL", "Ray"):
+        if name == "Ray":
+            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+            os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        rates = {}
+        for producers in (1, 2, 4):
+            store = f"{server.dsn}#bench_{producers}"
             if name == "Ray":
-                ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-                os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
-            rates = {}
-            for producers in (1, 2, 4):
-                store = f"{server.dsn}#bench_{producers}"
-                if name == "Ray":
-                    store = f"ray:bench_{producers}"
-                    RayReplayBuffer.create(f"bench_{producers}", ReplayBufferConfig(policy="staleness"))
-                found = asyncio.run(measure(store, producers, steps * producers))
-                rates[producers] = found["groups_per_s"]
-                statements = f"{found['statements']:.1f}" if name == "PostgreSQL" else ""
-                scaled = f"{rates[producers] / rates[1]:.2f}x"
-                cpu = f"{found['cpu_ms']:.1f} ms"
-                rows.append([name, str(producers), f"{rates[producers]:.1f}", scaled, statements, cpu])
-                if name == "PostgreSQL" and producers == 4:
-                    verdict.at_most("PostgreSQL/round trips per group at 4", found["statements"], 6, "round trips")
-                if name == "Ray":
-                    RayReplayBuffer.destroy(f"bench_{producers}")
-            verdict.at_least(f"{name}/4 producers", rates[4] / rates[1], 3.2, "x")
-    finally:
-        server.stop()
+                store = f"ray:bench_{producers}"
+                RayReplayBuffer.create(f"bench_{producers}", ReplayBufferConfig(policy="staleness"))
+            found = asyncio.run(measure(store, producers, steps * producers))
+            rates[producers] = found["groups_per_s"]
+            statements = f"{found['statements']:.1f}" if name == "PostgreSQL" else ""
+            scaled = f"{rates[producers] / rates[1]:.2f}x"
+            cpu = f"{found['cpu_ms']:.1f} ms"
+            rows.append([name, str(producers), f"{rates[producers]:.1f}", scaled, statements, cpu])
+            if name == "PostgreSQL" and producers == 4:
+                verdict.at_most("PostgreSQL/round trips per group at 4", found["statements"], 6, "round trips")
+            if name == "Ray":
+                RayReplayBuffer.destroy(f"bench_{producers}")
+        verdict.at_least(f"{name}/4 producers", rates[4] / rates[1], 3.2, "x")
     print(f"an engine that sleeps allows {ceiling:.0f} groups/s a producer")
     table(["store", "producers", "groups/s", "scaling", "round trips a group", "CPU a group"], rows)
     verdict.finish()

@@ -140,7 +140,7 @@ async def claim(step: Step, claim: Claim, outlook: Outlook, *, waiting: bool) ->
         if not outlook.is_worthwhile:
             return outlook.nothing()
     if claim.share is not None:
-        left = {task: await reads.share_left(step.connection, claim.share, task) for task in claim.wants}
+        left = {task: await reads.share_of(step.connection, claim.share, task) for task in claim.wants}
         claim = replace(claim, wants={task: min(n, left[task]) for task, n in claim.wants.items()})
     chosen = await _choose(step, claim, waiting=waiting)
     if chosen is None:

@@ -19,7 +19,7 @@ from forebay.storage.idempotency import CALL
 from forebay.storage.payloads import Slices
 from forebay.storage.postgres import accounts
 from forebay.storage.postgres.columns import COLUMNS, RECORD, from_text, read_record, record_values, to_text
-from forebay.storage.postgres.reads import SIZES, USAGE, share_left, sizes_of, summary, usage_of
+from forebay.storage.postgres.reads import FIGURES, OF_TASK, SIZES, USAGE, share_left, sizes_of, summary, usage_of
 from forebay.storage.postgres.step import NEW, NOW, Step
 from forebay.storage.rules import (
     StreamCheck,
@@ -39,10 +39,10 @@ COPY_BYTES = 1 << 20
 """Frames of this size together go through COPY; below, one statement with arrays is faster."""
 
 _BEFORE_ISSUE = f"""
-SELECT (SELECT cursor FROM accounts WHERE task_name = $1 FOR UPDATE) AS cursor,
+SELECT (SELECT cursor FROM accounts WHERE task_name = $1 FOR UPDATE) AS position,
     (SELECT min(group_id) FROM groups WHERE task_name = $1 AND group_id BETWEEN $2 AND $3) AS taken,
-    {SIZES.format("$1")} AS sizes, u.*
-FROM ({USAGE}) u"""
+    {SIZES.format("$1")} AS sizes, u.*, {FIGURES}
+FROM ({USAGE}) u CROSS JOIN (SELECT $1::text AS task_name) k {OF_TASK}"""
 
 _FIND = f"""
 SELECT {RECORD} FROM groups g JOIN unnest($1::text[], $2::bigint[]) AS u (task_name, group_id)
@@ -121,17 +121,17 @@ async def _write(step: Step, frames: Frames, stored: dict[int, Record]) -> dict[
 async def issue(step: Step, task_name: str, contents: Sequence[Content], frames: Frames, draw: Draw) -> list[Record]:
     """Write the prompts that fit as rows in flight, and advance the cursor."""
     connection, name, cursor = step.connection, to_text(task_name), draw.cursor
-    if draw.share is not None:
-        contents = contents[: await share_left(connection, draw.share, task_name)]
     arguments = (name, cursor, cursor + len(contents) - 1)
     while True:
         found = await connection.fetchrow(_BEFORE_ISSUE, *arguments)
-        if (found["cursor"] or 0) != cursor:
-            raise CursorMoved(task_name, cursor, found["cursor"] or 0)
+        left = None if draw.share is None else share_left(draw.share, task_name, found)
+        contents = contents[:left]
+        if (found["position"] or 0) != cursor:
+            raise CursorMoved(task_name, cursor, found["position"] or 0)
         if found["taken"] is not None:
             raise drawn_by_hand(task_name, found["taken"])
         reserved = fitting(contents, sizes_of(found), usage_of(found), step.settings, found["used_in_flight"])
-        if not reserved or found["cursor"] is not None:
+        if not reserved or found["position"] is not None:
             break
         await accounts.ensure(connection, [task_name])  # the first prompts of the task: there was no account to lock
     stored: dict[int, Record] = {}

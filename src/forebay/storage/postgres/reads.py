@@ -57,18 +57,18 @@ SELECT g.uid, g.status FROM groups g WHERE g.place = 'buffered' AND g.task_name 
 _EXPIRABLE = f"'{{{','.join(EXPIRABLE)}}}'::text[]"
 
 # The figures of a task (called k) from its account and its counters.
-_FIGURES = f"""
+FIGURES = f"""
     a.task_name IS NOT NULL OR c.shards > 0 AS known, {ACCOUNT}, c.*,
     (SELECT json_object_agg(status, n) FROM (
         SELECT old.status, count(*) AS n FROM ({_TOO_OLD.format(statuses=_EXPIRABLE)}) old GROUP BY old.status
     ) counted) AS too_old"""
-_OF_TASK = f"""
+OF_TASK = f"""
 LEFT JOIN accounts a ON a.task_name = k.task_name
 LEFT JOIN LATERAL (SELECT count(*) AS shards, {_SUMS} FROM counters WHERE task_name = k.task_name) c ON true"""
 
 _CLAIMABLE = f"""
-SELECT k.task_name, EXISTS (SELECT FROM owners o WHERE {IS_LATE}) AS late, {_FIGURES}
-FROM unnest($1::text[]) AS k (task_name) {_OF_TASK}"""
+SELECT k.task_name, EXISTS (SELECT FROM owners o WHERE {IS_LATE}) AS late, {FIGURES}
+FROM unnest($1::text[]) AS k (task_name) {OF_TASK}"""
 
 _HOLDINGS = f"""
 SELECT json_agg(json_build_array(task_name, place, owner, n, oldest, greatest(0, {NOW} - since)) ORDER BY since) FROM (
@@ -79,14 +79,14 @@ SELECT json_agg(json_build_array(task_name, place, owner, n, oldest, greatest(0,
 _SUMMARY = f"""
 SELECT s.saved_step AS store_saved_step, u.*, -h.last_value - h.is_called::int AS next_hand_id,
     ({_HOLDINGS}) AS holdings,
-    (SELECT array_agg(owner ORDER BY owner) FROM owners WHERE $3 AND ({LIVES})) AS living, k.task_name, {_FIGURES},
+    (SELECT array_agg(owner ORDER BY owner) FROM owners WHERE $3 AND ({LIVES})) AS living, k.task_name, {FIGURES},
     (SELECT json_object_agg(reason, n ORDER BY reason) FROM (
         SELECT reason, sum(groups)::bigint AS n FROM reasons WHERE task_name = k.task_name GROUP BY reason
     ) r WHERE n <> 0) AS reasons,
     {SIZES.format("k.task_name")} AS sizes
 FROM store s CROSS JOIN ({USAGE}) u CROSS JOIN hand_ids h
 LEFT JOIN (SELECT task_name FROM accounts UNION SELECT task_name FROM counters) k
-    ON $1::text[] IS NULL OR k.task_name = ANY($1) {_OF_TASK}
+    ON $1::text[] IS NULL OR k.task_name = ANY($1) {OF_TASK}
 ORDER BY k.task_name"""
 
 
@@ -149,6 +149,12 @@ def _task_summary(row: Any) -> TaskSummary:
 _HELD = (Place.IN_FLIGHT, Place.LEASED)
 
 
+async def share_of(connection: Any, share: Share, task_name: str) -> int:
+    """As `share_left`, read now."""
+    row = await connection.fetchrow(_CLAIMABLE, [to_text(task_name)])
+    return share_left(share, task_name, row)
+
+
 async def claimable(connection: Any, tasks: Collection[str]) -> tuple[dict[str, TaskSummary], bool]:
     """The figures of the known ones among tasks (without reasons and sizes), and whether an owner is to be reaped."""
     rows = await connection.fetch(_CLAIMABLE, [to_text(task_name) for task_name in tasks])
@@ -156,10 +162,9 @@ async def claimable(connection: Any, tasks: Collection[str]) -> tuple[dict[str, 
     return found, bool(rows) and rows[0]["late"]
 
 
-async def share_left(connection: Any, share: Share, task_name: str) -> int:
-    """How many groups of a task a share still allows to draw."""
-    found, _ = await claimable(connection, (task_name,))
-    task = found.get(task_name) or TaskSummary()
+def share_left(share: Share, task_name: str, row: Any) -> int:
+    """How many groups of a task a share still allows to draw, from a row that has the columns of FIGURES."""
+    task = _task_summary(row)
     return rules.share_left(share, task_name, task.account.epoch, task.produced + task.in_flight)
 
 
