@@ -145,7 +145,7 @@ def commands(command: click.Command) -> Iterator[click.Command]:
 def test_every_command_and_option_has_a_help_text() -> None:
     found = list(commands(main))
     assert {command.name for command in found} == {
-        *("main", "checkpoint", "verify", "info", "doctor", "demo"),
+        *("main", "checkpoint", "verify", "info", "doctor", "demo", "produce"),
         *("trajectories", "sample", "merge", "split", "show", "import", "export"),
     }
     options = [option for command in found for option in command.params if isinstance(option, click.Option)]

@@ -24,7 +24,7 @@ from forebay.ray.host.actor import Host
 from forebay.ray.host.operations import FrameStorage, HostSpec
 from forebay.ray.table import OPERATIONS
 from forebay.ray.wire import Parcel
-from forebay.storage.base import Arrival, Claim, Claimed, Purpose
+from forebay.storage.base import Arrival, Claim, Claimed, Draw, Purpose
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.storage.urls import build_storage
 from forebay.storage.values import Content, Ready, Revision
@@ -160,7 +160,7 @@ def _revising(client: Client, stored: list[Record]) -> Call:
 
 CALLS: dict[str, Make] = {
     "put": lambda client, stored: client.putting(3),
-    "issue": lambda client, stored: client.message("issue", "math", [content(status=Status.INIT)], "me", 0, None),
+    "issue": lambda client, stored: client.message("issue", "math", [content(status=Status.INIT)], Draw("me", 0)),
     "lease": lambda client, stored: client.message("claim", lease(2)),
     "take": lambda client, stored: client.message("claim", take(2)),
     "draw": lambda client, stored: client.message("claim", take(1, Purpose.DRAW)),
@@ -244,7 +244,7 @@ async def test_a_call_whose_answer_was_seen_never_happens_again(place: Place) ->
     await client.open()
     message = client.putting(2)
     await client.send(message)
-    await client.call("saved", 1, confirmed=client.last)
+    await client.call("saved", 1, None, confirmed=client.last)
     with pytest.raises(InvalidInput, match="arrived again"):
         await client.send(message)
     assert await line(host) == {"issued": 2, "buffered": 2}

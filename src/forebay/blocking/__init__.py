@@ -39,6 +39,7 @@ from forebay.core.aio import ignore_exception
 from forebay.core.rollout import RolloutState
 from forebay.errors import BufferClosed, ForebayError, InvalidInput
 from forebay.manager.base import Manager
+from forebay.manager.disaggregated import LoadWeights
 
 __all__ = ["AgentLoopManager", "Batch", "BatchRequest", "DisaggregatedAgentLoopManager", "Lease", "ReplayBuffer"]
 
@@ -315,14 +316,14 @@ class DisaggregatedAgentLoopManager(_Manager[managers.DisaggregatedAgentLoopMana
         """Whether the producer runs, is paused or is closed."""
         return self.native.producer_state
 
-    def start(self, batch_size: int, *, load_weights: managers.LoadWeights | None = None) -> None:
+    def start(self, batch_size: int, *, load_weights: LoadWeights | None = None) -> None:
         """Run `produce_loop` in the background until `shutdown` or `close`.
 
         An error at its start is raised here; a later one by the next `get_batch`, after which it may be started again.
         """
         self._producer = self._thread.call(partial(self._start, batch_size, load_weights), undo=_cancel)
 
-    async def _start(self, batch_size: int, load_weights: managers.LoadWeights | None) -> asyncio.Task[None]:
+    async def _start(self, batch_size: int, load_weights: LoadWeights | None) -> asyncio.Task[None]:
         producing = self.native.produce_loop(batch_size, load_weights=load_weights)
         producer = asyncio.create_task(producing, name="produce_loop")
         producer.add_done_callback(ignore_exception)

@@ -117,7 +117,7 @@ class Manager:
 
     def _follow(self) -> None:
         """The plan has changed, here or in another process. That of a run before is of no concern."""
-        if self.run.member is None:
+        if self.run.member is None and not self._closed:
             return
         self.progress, self.steps.model_step = self.run.progress, self.run.agreed.model_step
         self._set_clock()

@@ -430,7 +430,7 @@ class Engine:
             for row in rows:
                 self.outbox.note(group_end(row.record, end, reason))
         keep, archive = self.settings.keep_trained, self.archive
-        kept = keep or any(archive.needs(row.record) for row in rows)
+        kept = keep or (archive.is_used and any(archive.needs(row.record) for row in rows))
         if end is not End.TRAINED or not kept:
             self.table.remove([row.record for row in rows])
             return

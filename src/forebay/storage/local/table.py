@@ -96,10 +96,12 @@ class Archive:
         self.uids: deque[int] = deque()
         self.saved_step: int | None = None  # of all tasks that are not in `saved_steps`
         self.saved_steps: dict[str, int] = {}
+        self.is_used = False  # whether anything was ever saved
         self._durable = durable
 
     def save(self, model_step: int, accounts: Mapping[str, Account], *, whole: bool) -> None:
         """Weights of this step were saved with these tasks; `whole`: these are all."""
+        self.is_used = True
         for account in accounts.values():
             account.saved_step = None if whole else model_step
         if whole:

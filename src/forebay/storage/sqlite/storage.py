@@ -200,6 +200,7 @@ class SQLiteStorage(LocalStorage, CallMemory):
         engine.accounts = {task_name: decode_account(data) for task_name, data in state.accounts.items()}
         saved = {task_name: account.saved_step for task_name, account in engine.accounts.items()}
         engine.archive.saved_steps = {task_name: step for task_name, step in saved.items() if step is not None}
+        engine.archive.is_used = bool(engine.archive.saved_steps) or engine.archive.saved_step is not None
         engine.table, engine.archive.uids = state.table, state.archived
         state.table.journal = engine.journal
         outbox = engine.outbox
