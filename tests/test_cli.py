@@ -7,6 +7,7 @@ import json
 import os
 import sqlite3
 import subprocess
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -412,3 +413,35 @@ def test_fix_writes_the_log_of_a_killed_process_back(store: Path, tmp_path: Path
     code, findings, fixed = look(tmp_path / "copied-store.db", "--fix")
     assert (code, wrong(findings), fixed) == (0, {}, ["the write-ahead log was written back and emptied"])
     assert findings["wal"]["message"].endswith(" 0 bytes")
+
+
+# --- produce ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "message"),
+    [
+        ("plane", 2, "neither a .toml file nor MODULE:FUNCTION"),
+        ("no_such_module:make", 1, "'no_such_module:make' cannot be loaded"),
+        ("missing.toml", 1, "No such file"),
+        ("run.toml", 1, "cannot be shared with a trainer in another process"),
+        ("typo.toml", 1, "unknown field `batch_sise`"),
+    ],
+)
+def test_produce_refuses_what_cannot_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: str, code: int, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = """
+        [[manager.tasks]]
+        name = "math"
+        dataset = "math.jsonl"
+        [produce]
+        agent_loop = "forebay.testing.simulate:SimulatedEngine"
+        """
+    Path("math.jsonl").write_text('{"prompt": "1 + 1"}\n')
+    Path("run.toml").write_text(textwrap.dedent(content))
+    Path("typo.toml").write_text(textwrap.dedent(content) + "batch_sise = 4\n")
+    result = run("produce", config, "--batch-size", "4")
+    assert result.exit_code == code
+    assert message in result.stderr

@@ -60,7 +60,7 @@ def make_manager() -> DisaggregatedAgentLoopManager:
     task = Task(
         name="sums",
         sampler=Sampler(QUESTIONS, prompt_repeat_k=4),
-        agent_loop=FunctionAgentLoop(generate),
+        agent_loop=FunctionAgentLoop(generate, cancel_on_pause=False),  # a pause waits for its threads
         strategy=AsyncProduceStrategy(
             buffer,
             over_sample_threshold=0.25,

@@ -396,7 +396,9 @@ _PARTS = ("reward_fn", "group_reward_fn", "is_valid_sample_fn", "to_rollout_stat
 
 def load_object(reference: str) -> Any:
     """The object that MODULE:NAME names; InvalidConfig if there is none."""
-    module, _, name = reference.partition(":")
+    module, colon, name = reference.partition(":")
+    if not (module and colon and name):
+        raise InvalidConfig(f"{reference!r} names no object; expected MODULE:NAME, such as rewards:score")
     try:
         found: Any = importlib.import_module(module)
         for part in name.split("."):

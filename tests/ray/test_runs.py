@@ -14,7 +14,7 @@ from tests.shared_run import SharedRun
 
 
 @pytest.mark.parametrize(
-    ("steps", "kills"), [pytest.param(8, 1, id="some"), pytest.param(60, 8, id="many", marks=pytest.mark.slow)]
+    ("steps", "kills"), [pytest.param(5, 1, id="some"), pytest.param(60, 8, id="many", marks=pytest.mark.slow)]
 )
 def test_g01_g03_g06_a_run_on_ray_survives_kills(
     cluster: LocalCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, kills: int

@@ -22,6 +22,7 @@ from forebay import (
     AsyncProduceStrategy,
     Budgets,
     DisaggregatedAgentLoopManager,
+    FunctionAgentLoop,
     InvalidConfig,
     InvalidInput,
     LostLease,
@@ -38,7 +39,7 @@ from forebay import (
     Timeouts,
     WaitTimeout,
 )
-from forebay.core.ledger import Account, Row
+from forebay.core.ledger import Account, Clock, Row
 from forebay.core.staleness import group_staleness
 from forebay.errors import StorageError
 from forebay.storage.base import Listener, Operation, Storage
@@ -120,7 +121,7 @@ class Process:
         self.task = Task(
             name=options.get("task", "math"),
             sampler=Sampler(prompts, prompt_repeat_k=options.get("group_size", 2)),
-            agent_loop=self.engine,
+            agent_loop=FunctionAgentLoop(options["generate"]) if "generate" in options else self.engine,
             strategy=strategy,
             weight=options.get("weight", 1.0),
         )
@@ -249,7 +250,7 @@ def test_g01_g03_g06_three_producers_share_the_work_of_a_run_and_lose_nothing(ru
     for number in range(runs) if chosen is None else [int(chosen)]:
 
         async def main(number: int = number) -> None:
-            await Cluster(number).train(steps=5)
+            await Cluster(number).train(steps=3)
 
         try:
             run(main, seed=number)
@@ -380,6 +381,56 @@ async def test_the_failure_of_every_producer_reaches_the_trainer() -> None:
     with pytest.raises(ProducerStopped, match="every producer has stopped"):
         await train()
     await ended(trainer, *producers)
+
+
+@simulated
+async def test_a_run_continues_after_a_trainer_that_died_in_the_middle_of_a_pause() -> None:
+    storage, trainer, producers = await begun()
+    await storage.advance({"math": Clock(epoch=99)})  # the first write of a pause; the second one never came
+    await trainer.kill()
+    next_trainer = Process(storage, 8)
+    await next_trainer.manager.continue_produce(1)
+    for process in producers:
+        process.engine.set_weights(1)
+    for step in (2, 3):
+        async with next_trainer.manager.get_batch(BATCH, step, timeout_s=1_000):
+            pass
+    await ended(next_trainer, *producers)
+
+
+@simulated
+async def test_a_pause_that_began_in_part_is_continued() -> None:
+    storage, trainer, producers = await begun()
+    await storage.advance({"math": Clock(epoch=99)})
+    await trainer.manager.continue_produce(1)
+    async with trainer.manager.get_batch(BATCH, 2, timeout_s=1_000):
+        pass
+    await ended(trainer, *producers)
+
+
+@simulated
+async def test_g03_others_generate_the_groups_of_a_producer_whose_engine_is_away() -> None:
+    storage = MemoryStorage(clock=asyncio.get_running_loop().time)
+    trainer, healthy = Process(storage, 1), Process(storage, 2).produce()
+    sick = Process(storage, 3, generate=refused).produce()
+    now, explained = asyncio.get_running_loop().time, ""
+    for step in range(1, 6):
+        began = now()
+        async with trainer.manager.get_batch(BATCH, step, timeout_s=100):
+            assert now() - began < 30
+            await asyncio.sleep(2)
+            explained += await trainer.manager.explain_wait()
+        await trainer.manager.pause_produce()
+        healthy.engine.set_weights(step)
+        await trainer.manager.continue_produce(step)
+    assert f"{sick.buffer.owner} (the engine of refused is unreachable" in explained
+    line = (await storage.summary()).task("math").line()
+    assert (line["trained"], line["failed"]) == (5 * BATCH, 0), "an outage spends no try"
+    await ended(trainer, healthy, sick)
+
+
+async def refused(state: RolloutState) -> None:
+    raise ConnectionRefusedError("nothing listens there")
 
 
 # --- who may take part ----------------------------------------------------------------------------------
@@ -549,8 +600,40 @@ async def test_a_rank_that_asks_for_another_step_is_refused() -> None:
     async with ranks[0].manager.get_batch(BATCH, 2, world_size=2, timeout_s=500) as batch:
         with pytest.raises(InvalidInput, match="rank 1 of 2 asks for train step 1, but rank 0 has leased train step 2"):
             await ranks[1].manager.get_batch(BATCH, 1, rank=1, world_size=2)
-        async with ranks[1].manager.get_batch(BATCH, 2, rank=1, world_size=2) as part:
-            assert len(part.groups) + len(batch.groups) == BATCH
+
+        async def second() -> int:
+            async with ranks[1].manager.get_batch(BATCH, 2, rank=1, world_size=2) as part:
+                return len(part.groups)
+
+        running = asyncio.create_task(second())
+    assert await running + len(batch.groups) == BATCH
     with pytest.raises(InvalidInput, match="rank is 2 of world_size 2"):
         ranks[0].manager.get_batch(BATCH, 3, rank=2, world_size=2)
     await ended(*ranks, *producers)
+
+
+@simulated
+async def test_g05_a_rank_does_not_leave_a_batch_that_rank_0_never_acknowledged() -> None:
+    storage, ranks, producers = await with_ranks(2)
+    first = ranks[0].manager.get_batch(BATCH, 1, rank=0, world_size=2, timeout_s=500)
+    await first.__aenter__()
+
+    async def second() -> None:
+        async with ranks[1].manager.get_batch(BATCH, 1, rank=1, world_size=2, timeout_s=500):
+            pass
+
+    running = asyncio.create_task(second())
+    await asyncio.sleep(5)
+    assert not running.done(), "rank 0 has not acknowledged the batch"
+    await ranks[0].kill()
+    with pytest.raises(LostLease, match="rank 0 died before it acknowledged train step 1; ask for it again"):
+        await running
+    again = Process(storage, 9)
+    both = [again.manager, ranks[1].manager]
+
+    async def train(rank: int) -> int:
+        async with both[rank].get_batch(BATCH, 1, rank=rank, world_size=2, timeout_s=500) as batch:
+            return len(batch.groups)
+
+    assert sum(await asyncio.gather(train(0), train(1))) == BATCH
+    await ended(again, ranks[1], *producers)

@@ -14,7 +14,7 @@ from tests.storage.postgres_server import Server
 
 
 @pytest.mark.parametrize(
-    ("steps", "kills"), [pytest.param(12, 2, id="some"), pytest.param(60, 8, id="many", marks=pytest.mark.slow)]
+    ("steps", "kills"), [pytest.param(9, 2, id="some"), pytest.param(60, 8, id="many", marks=pytest.mark.slow)]
 )
 def test_g01_g03_g06_a_run_survives_kills_and_a_stopped_server(tmp_path: Path, steps: int, kills: int) -> None:
     server = Server()

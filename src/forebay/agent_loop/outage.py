@@ -106,6 +106,16 @@ class Outage:
         """Whether the last request could not reach the engine."""
         return self._since is not None
 
+    @property
+    def lasts(self) -> bool:
+        """Whether the engine is still unreachable after the first delay."""
+        return self.away and self._logged
+
+    def forget(self) -> None:
+        """Let the next request find out whether the engine is back."""
+        if self._since is not None:
+            self._before_s, self._since = self.seconds(), None
+
     def describe(self) -> str | None:
         """The current outage, for people; None if there is none."""
         if self._since is None:
@@ -151,6 +161,8 @@ class Outage:
                 return
             if not self._logged:  # a single lost connection is not worth a warning
                 self._logged = True
+                if self.on_change is not None:
+                    self.on_change()
                 log.warning(
                     "engine_away engine=%s reason=%s: requests wait, for down_timeout_s=%g at most",
                     self.name, self._reason, self.down_timeout_s,

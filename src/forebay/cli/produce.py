@@ -17,6 +17,7 @@ import click
 
 from forebay.cli import INTERRUPTED
 from forebay.config import ProduceConfig
+from forebay.errors import InvalidConfig
 from forebay.manager import DisaggregatedAgentLoopManager
 
 _STOP_S = 10.0
@@ -40,18 +41,22 @@ def produce(config: str, batch_size: int | None, ready_file: Path | None, quiet:
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request
     sys.path.insert(0, str(Path.cwd()))
+    if not config.endswith(".toml") and ":" not in config:
+        raise click.BadParameter(f"{config!r} is neither a .toml file nor MODULE:FUNCTION", param_hint="CONFIG")
     made = ProduceConfig.from_file(config) if config.endswith(".toml") else ProduceConfig(manager=config)
     size = batch_size or made.batch_size
     if size is None:
         raise click.UsageError("the batch size is not known; pass --batch-size, or set batch_size in [produce]")
-    code = asyncio.run(_run(made, size, ready_file))
-    if code:
-        sys.stdout.flush()
-        os._exit(code)  # threads of a data set or a reward that hang must not keep the process alive
+    asyncio.run(_run(made, size, ready_file))
 
 
-async def _run(config: ProduceConfig, batch_size: int, ready_file: Path | None) -> int:
+async def _run(config: ProduceConfig, batch_size: int, ready_file: Path | None) -> None:
     manager = config.build()
+    if not manager.replay_buffer.storage.shared:
+        raise InvalidConfig(
+            f"{manager.replay_buffer!r} cannot be shared with a trainer in another process; use a postgresql:// "
+            "storage, or a RayReplayBuffer"
+        )
     stopped: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def stop(code: int) -> None:
@@ -75,7 +80,9 @@ async def _run(config: ProduceConfig, batch_size: int, ready_file: Path | None) 
         click.echo(f"forebay: not everything was given back within {_STOP_S:g} s; its lease will end", err=True)
     if error is not None:
         raise error
-    return stopped.result() if stopped.done() else 0
+    if stopped.done():
+        logging.shutdown()
+        os._exit(stopped.result())  # threads of an agent loop or a reward must not keep the process alive
 
 
 async def _keep_ready(manager: DisaggregatedAgentLoopManager, ready_file: Path | None) -> None:

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.internal import internals
@@ -33,10 +34,11 @@ from forebay.errors import (
     StorageUnavailable,
     StoreAhead,
 )
+from forebay.manager.agreement import Agreed
 from forebay.manager.results import ProduceBatchResult, ProduceStatus, describe_task
-from forebay.manager.run import Agreed, Run, TaskTerms, Terms
+from forebay.manager.run import Run
 from forebay.manager.schedule import Consumed, ProduceProgress, Saved, SavedFigures, read_saved
-from forebay.manager.task import Task, check_tasks, spare_groups
+from forebay.manager.task import Task, check_tasks, spare_groups, terms_of
 from forebay.produce.inflight import Steps
 from forebay.produce.plan import backoff_s, too_many_rejections
 from forebay.produce.stats import Figures, quantile
@@ -70,7 +72,7 @@ class Manager:
         self.replay_buffer = replay_buffer
         self._internals = internals(replay_buffer)
         self.tasks = check_tasks(tasks, replay_buffer, sync_weights_interval)
-        self.run = Run(self._internals, self._terms())
+        self.run = Run(self._internals, terms_of(self.tasks, sync_weights_interval))
         self.run.on_change = self._follow
         self.progress = self.run.progress  # the plan of steps, as last read
         self.steps = Steps(1, 0)
@@ -99,20 +101,11 @@ class Manager:
 
     # --- the run --------------------------------------------------------------------------------------
 
-    def _terms(self, batch_size: int | None = None) -> Terms:
-        from forebay import __version__  # here: `forebay` may still be importing
-
-        tasks = {
-            name: TaskTerms(task.weight, task.sampler.group_size, task.strategy.limits)
-            for name, task in self.tasks.items()
-        }
-        return Terms(tasks, self.sync_weights_interval, __version__, batch_size)
-
     async def _join(self, batch_size: int | None, **roles: bool) -> None:
         """Take part in the run, once for each role."""
         new = {role for role in roles if role not in self._joined}
         if new or (batch_size is not None and batch_size != self.run.agreed.terms.batch_size):
-            await self._patiently(lambda: self.run.join(self._terms(batch_size), **roles))
+            await self._patiently(lambda: self.run.join(replace(self.run.terms, batch_size=batch_size), **roles))
             self._joined |= new
 
     def _follow(self) -> None:
@@ -427,10 +420,11 @@ class Manager:
         flat: dict[str, float] = dict(await self._patiently(self.replay_buffer.stats))
         for task in self.tasks.values():
             flat |= task.strategy.stats()
-        progress = self.progress
+        await self._patiently(self.run.read)
+        progress = self.run.progress
         flat["forebay/manager/next_train_step"] = progress.next_consumer_step
         flat["forebay/manager/future_step"] = progress.producer_future_step
-        flat["forebay/manager/model_step"] = self.model_step
+        flat["forebay/manager/model_step"] = self.run.agreed.model_step
         for name, target in progress.target.items():
             flat[f"forebay/{name}/consumed"], flat[f"forebay/{name}/target"] = progress.consumed[name], target
         return flat
@@ -444,8 +438,8 @@ class Manager:
             return "\n".join([f"the storage is unavailable: {error}", self._describe(), *stages])
 
     async def _explain_tasks(self) -> str:
-        lines = [self._describe()]
         summary = await self._internals.summary(self.tasks)
+        lines = [self._describe()]
         for name, task in self.tasks.items():
             owed = self.progress.owed(name, self.progress.target_upto)
             missing = self._missing(name, summary.task(name))
@@ -462,8 +456,8 @@ class Manager:
         return max(0, summary.line()["trained"] + owed - summary.produced)
 
     def _describe(self) -> str:
-        step = self.progress.next_consumer_step
-        return f"manager: next train step {step}, generating with the weights of step {self.model_step}"
+        step, model_step = self.run.progress.next_consumer_step, self.run.agreed.model_step
+        return f"manager: next train step {step}, generating with the weights of step {model_step}"
 
     # --- the end --------------------------------------------------------------------------------------
 

@@ -10,9 +10,9 @@ from forebay.core.aio import Deadline
 from forebay.core.rollout import Status
 from forebay.core.validate import checked_integer
 from forebay.errors import InvalidInput, WaitTimeout
+from forebay.manager.agreement import Agreed
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
-from forebay.manager.run import Agreed
 from forebay.manager.schedule import ProduceProgress
 from forebay.storage.base import TaskSummary
 

@@ -14,16 +14,16 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from forebay.buffer.lease import Lease, LeaseAttempt
 from forebay.core.aio import DATA, Deadline, in_thread, uncancelled
 from forebay.core.ledger import Clock, Event, LedgerLine
 from forebay.core.validate import checked_integer
 from forebay.errors import BufferClosed, InvalidInput, LostLease, ProducerStopped, StorageError, WaitTimeout
+from forebay.manager.agreement import Agreed, Handout
 from forebay.manager.base import Manager
 from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
-from forebay.manager.run import Agreed, Handout
 from forebay.manager.schedule import ProduceProgress
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class DisaggregatedAgentLoopManager(Manager):
     _batch_size: int | None = None  # of the producer
     _failure: BaseException | None = None
     _load_weights: LoadWeights | None = None
+    _tries = 0  # in a row, with an engine that was unreachable
     _loaded: int | None = None  # the weights that `load_weights` has loaded
 
     # --- the producer ---------------------------------------------------------------------------------
@@ -129,12 +130,30 @@ class DisaggregatedAgentLoopManager(Manager):
             return
         sizes = await self._plan(batch_size, upto)
         if not await self._produce(sizes, lambda name, line: self._target(name, line, upto)):
+            await self._leave_to_others()
             return
         if upto == future:
             await self.run.change(lambda agreed, progress: progress.skip_to(future + 1))
             return
         missing = partial(self._when_missing, model_step, upto)
         await self._internals.until(missing, f"{newer}, or something to replace", list(self.tasks))
+
+    async def _leave_to_others(self) -> None:
+        """If an engine is unreachable, and other producers work: let them have the groups, and try again later."""
+        loops = [task.agent_loop for task in self.tasks.values() if self.run.leaves_to_others(task.agent_loop.outage)]
+        if not loops:
+            self._tries = 0
+            return
+        self._tries += 1
+        reason = loops[0].outage.describe()
+        await self._close_strategies()
+        await self.run.set_away(reason)
+        log.warning("producer_away tries=%d reason=%s: other producers generate its groups", self._tries, reason)
+        with suppress(WaitTimeout):
+            await self._until(self._is_stopped, "an engine to be back", min(5.0 * 2 ** (self._tries - 1), 60.0))
+        for loop in loops:
+            loop.outage.forget()
+        await self.run.set_away(None)
 
     async def _load(self, load_weights: LoadWeights, model_step: int) -> None:
         loading = await in_thread(lambda: load_weights(model_step), pool=DATA)
@@ -157,9 +176,9 @@ class DisaggregatedAgentLoopManager(Manager):
         """Stop generating when another process pauses the run, confirm it, and wait until it continues."""
         epoch, member = self.run.agreed.epoch, self.run.member
         if self.producer_state is ProducerState.RUNNING and member is not None and member.idle < epoch:
-            await self.run.change(partial(_confirm, self.run.owner, epoch, "followed"))
+            await self.run.confirm(epoch, "followed")
             await self._pause_strategies(self._to_pause())
-            await self.run.change(partial(_confirm, self.run.owner, epoch, "idle"))
+            await self.run.confirm(epoch, "idle")
 
         def continues() -> bool:
             agreed = self.run.agreed
@@ -167,12 +186,12 @@ class DisaggregatedAgentLoopManager(Manager):
 
         await self._until(continues, "continue_produce")
 
-    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+    async def _until(self, condition: Callable[[], bool], what: str, timeout_s: float | None = None) -> None:
         async def attempt() -> bool | None:
             await self.run.read()
             return self._closed or condition() or self.run.member is None or None
 
-        await self._internals.until(attempt, what, list(self.tasks))
+        await self._internals.until(attempt, what, list(self.tasks), timeout_s)
 
     def _target(self, name: str, line: LedgerLine, upto: int) -> int | None:
         owed = self.progress.owed(name, upto)
@@ -230,27 +249,33 @@ class DisaggregatedAgentLoopManager(Manager):
         self._check_open()
         began = asyncio.get_running_loop().time()
         await self._join(None)
-        handout = await self._patiently(lambda: self.run.take_part(train_step, rank, world_size, timeout_s))
 
         async def settle(lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
             if event is Event.REJECTED:
                 raise InvalidInput("groups are rejected by rank 0, which holds the lease")
-            await self.run.settle_part(lease_id, rank, trained=event is Event.ACKED)
+            await self.run.settle_part(lease_id, train_step, rank, trained=event is Event.ACKED)
 
-        uids = handout.shards[rank]
-        lease = await self._patiently(lambda: self._internals.read_lease(handout.lease_id, uids, train_step, settle))
+        deadline, void, lease = Deadline(timeout_s), None, None
+        while lease is None:
+            take = partial(self.run.take_part, train_step, rank, world_size, deadline.left_s(), void)
+            handout = await self._patiently(take)
+            read = partial(self._internals.read_lease, handout.lease_id, handout.shards[rank], train_step, settle)
+            with suppress(LostLease):  # rank 0 gave it back meanwhile; it will lease another one
+                lease = await self._patiently(read)
+            void = handout.lease_id
         result = await self._result(train_step, ProduceStatus.NORMAL, {}, lease, 0.0)
         lease.on_ack = None  # rank 0 counts the step
         result.wait_s = asyncio.get_running_loop().time() - began
         return result
 
-    async def _divide(self, result: ProduceBatchResult, world_size: int) -> None:
+    async def _divide(self, result: ProduceBatchResult, world_size: int, timeout_s: float | None) -> None:
         """Let the other ranks have their parts of a batch, and keep that of rank 0."""
         lease = result.lease
         if lease is None or world_size == 1:
             return
         shards = [lease.shard(rank, world_size) for rank in range(world_size)]
-        await self.run.hand_out(Handout(result.train_step, lease.id, [lease.uids_of(groups) for groups in shards]))
+        uids = [lease.uids_of(groups) for groups in shards]
+        await self.run.hand_out(Handout(result.train_step, lease.id, self.run.owner, uids))
         kept = set(map(id, shards[0]))
         result.groups_by_task = {
             name: [group for group in groups if id(group) in kept] for name, groups in result.groups_by_task.items()
@@ -260,8 +285,8 @@ class DisaggregatedAgentLoopManager(Manager):
         async def when_all_have(began: bool) -> None:
             if began:
                 try:
-                    await self._patiently(lambda: self.run.until_trained(result.train_step))
-                except LostLease:
+                    await self._patiently(lambda: self.run.until_trained(result.train_step, timeout_s))
+                except (LostLease, WaitTimeout):
                     await lease.nack()
                     raise
             if acknowledged is not None:
@@ -303,7 +328,7 @@ class DisaggregatedAgentLoopManager(Manager):
         if isinstance(lease, Lease):
             result = await self._result(train_step, ProduceStatus.NORMAL, sizes, lease, loop.time() - began)
             try:
-                await self._divide(result, world_size)
+                await self._divide(result, world_size, timeout_s)
             except BaseException as error:
                 await lease.settle_on_exit(error)
                 raise
@@ -406,12 +431,12 @@ class DisaggregatedAgentLoopManager(Manager):
         def proceed(agreed: Agreed, progress: ProduceProgress) -> None:
             if model_step > agreed.model_step:
                 progress.skipped.clear()
-            agreed.model_step, agreed.paused, agreed.begun = model_step, False, True
+            agreed.model_step, agreed.begun = model_step, True
             if not progress.begun:
                 progress.skip_to(model_step + 1)  # a run that starts from weights of a later step
 
         await self._patiently(lambda: self._internals.advance(dict.fromkeys(self.tasks, Clock(model_step=model_step))))
-        await self._patiently(lambda: self.run.change(proceed))
+        await self._patiently(lambda: self.run.proceed(proceed))
         self.producer_state = ProducerState.RUNNING
         self._internals.nudge()
         log.info("weights_updated model_step=%d", model_step)
@@ -420,7 +445,8 @@ class DisaggregatedAgentLoopManager(Manager):
         if model_step < self.model_step:
             raise InvalidInput(
                 f"continue_produce with the weights of step {model_step}, but those of step {self.model_step} were "
-                "already used; use resume to go back to older weights"
+                f"already used; load those and continue with them, from train step {self.next_train_step} on, or use "
+                "resume to go back to a checkpoint, or begin with a new store (another #name)"
             )
 
     async def resume(self, path: str | os.PathLike[str]) -> int:
@@ -463,18 +489,10 @@ class DisaggregatedAgentLoopManager(Manager):
             producer = "not running (produce_loop was not started, or has ended)"
         if elsewhere:
             state = "paused" if self.run.agreed.paused else "running"
-            producer += f", {state} in {len(elsewhere)} other processes: {', '.join(elsewhere)}"
+            producer += f", {state} in {len(elsewhere)} other processes: {', '.join(map(self.run.state_of, elsewhere))}"
         future = self.progress.producer_future_step
         if future > self.bound:
             filling = f"keeping the steps up to {self.bound} filled, the last one that these weights are fresh for"
         else:
             filling = f"filling step {future}, at most up to {self.bound}"
         return f"{super()._describe()}; producer {producer}, {filling}"
-
-
-def _confirm(
-    owner: str, epoch: int, what: Literal["followed", "idle"], agreed: Agreed, progress: ProduceProgress
-) -> None:
-    """A member has seen, or completed, the pause of an epoch."""
-    if owner in agreed.members:
-        setattr(agreed.members[owner], what, max(epoch, getattr(agreed.members[owner], what)))

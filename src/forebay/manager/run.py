@@ -15,14 +15,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection
-from typing import Any, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
+from forebay.agent_loop.outage import Outage
 from forebay.buffer.internal import Internals
 from forebay.core.ledger import Account, Clock
-from forebay.core.staleness import Limits
-from forebay.errors import DamagedData, InvalidConfig, InvalidInput, LostLease, WaitTimeout
+from forebay.errors import InvalidConfig, InvalidInput, LostLease, WaitTimeout
+from forebay.manager.agreement import Agreed, Handout, Member, Terms, decode, encode
 from forebay.manager.schedule import ProduceProgress
 from forebay.produce.plan import Among
 from forebay.storage.base import Summary
@@ -33,96 +34,6 @@ T = TypeVar("T")
 
 _CALM_S = 0.1
 """How often a member looks at what others do. It is told at once what happens in its own process."""
-
-
-class TaskTerms(msgspec.Struct, frozen=True):
-    """The settings of a task that all members must share."""
-
-    weight: float
-    group_size: int
-    limits: Limits
-
-
-class Terms(msgspec.Struct, frozen=True):
-    """The settings of a run that all members must share. `batch_size` None: not known yet."""
-
-    tasks: dict[str, TaskTerms]
-    sync_weights_interval: int
-    version: str
-    batch_size: int | None = None
-
-    def differences(self, other: Terms) -> list[str]:
-        """What is different in another member's terms, as lines for people: theirs, then ours."""
-        mine, theirs = (msgspec.to_builtins(terms) for terms in (self, other))
-        named = sorted(mine["tasks"].keys() | theirs["tasks"].keys())
-        found = []
-        for name in named:
-            one, two = mine["tasks"].get(name), theirs["tasks"].get(name)
-            if one is None or two is None:
-                found.append(f"task {name!r} is {'missing here' if one is None else 'only here'}")
-            else:
-                found += [
-                    f"{key} of task {name!r} is {two[key]} there, {one[key]} here"
-                    for key in one
-                    if one[key] != two[key]
-                ]
-        for key in ("sync_weights_interval", "version", "batch_size"):
-            if mine[key] != theirs[key] and None not in (mine[key], theirs[key]):
-                found.append(f"{key} is {theirs[key]} there, {mine[key]} here")
-        return found
-
-
-class Member(msgspec.Struct):
-    """An owner that takes part. `followed`: the last epoch whose pause it has seen; `idle`: that it has completed."""
-
-    produces: bool = False
-    trains: bool = False
-    followed: int = 0
-    idle: int = 0
-    failure: str | None = None
-
-
-class Handout(msgspec.Struct):
-    """The batch of a step, divided among the ranks of the trainer: the uids of each rank's groups.
-
-    `takers`: the owners of the ranks that have got their part. `trained`: the ranks that have acknowledged it.
-    """
-
-    train_step: int
-    lease_id: str
-    shards: list[list[int]]
-    takers: dict[int, str] = {}
-    trained: list[int] = []
-    returned_by: int | None = None
-
-
-class Agreed(msgspec.Struct):
-    """What the members of a run agree on. `begun`: a trainer has said which weights generate, or asked for a batch."""
-
-    terms: Terms
-    progress: dict[str, Any]
-    members: dict[str, Member] = {}
-    epoch: int = 0
-    paused: bool = False
-    begun: bool = False
-    model_step: int = 0
-    handout: Handout | None = None
-
-    def producers(self, owners: Collection[str]) -> dict[str, Member]:
-        """The members that produce and are alive."""
-        return {owner: member for owner, member in self.members.items() if member.produces and owner in owners}
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_decoder = msgspec.msgpack.Decoder(Agreed)
-
-
-def decode(plan: bytes) -> Agreed:
-    """What a plan says; DamagedData if it cannot be read."""
-    try:
-        return _decoder.decode(plan)
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise DamagedData(f"the plan of a run cannot be read: {error}; begin with a new store") from None
 
 
 class Run(Among):
@@ -179,14 +90,35 @@ class Run(Among):
         progress.load(agreed.progress)
         return progress
 
+    def state_of(self, owner: str) -> str:
+        """A member for people: its name, and whether it has confirmed a pause, or cannot reach its engine."""
+        member = self.agreed.members[owner]
+        waits = self.agreed.paused and member.idle < self.agreed.epoch
+        notes = [note for note in (member.away, "has not confirmed the pause" if waits else None) if note]
+        return f"{owner} ({'; '.join(notes)})" if notes else owner
+
     async def read(self) -> Summary:
         """Read the storage, and with it the plan."""
         return await self._internals.summary(self.terms.tasks)
 
     def share(self, wanted: int) -> int:
-        """An equal part for each living producer."""
-        producers = len(self.agreed.producers(self.owners)) or 1
-        return -(-wanted // producers)
+        """An equal part for each living producer whose engine can be reached."""
+        present = [owner for owner, each in self.agreed.producers(self.owners).items() if each.away is None]
+        return -(-wanted // (len(present) or 1))
+
+    def leaves_to_others(self, outage: Outage) -> bool:
+        """Whether the engine has been unreachable for a moment, and those of other producers are not."""
+        others = self.agreed.producers(self.owners).items() if outage.lasts else ()
+        return any(owner != self.owner and each.away is None for owner, each in others)
+
+    async def set_away(self, reason: str | None) -> None:
+        """Tell the others that the engine of this producer is unreachable, or may be back."""
+
+        def edit(agreed: Agreed, progress: ProduceProgress) -> None:
+            if self.owner in agreed.members:
+                agreed.members[self.owner].away = reason
+
+        await self.change(edit)
 
     def calm_s(self) -> float:
         """A tenth of a second, if others produce."""
@@ -208,12 +140,12 @@ class Run(Among):
             await self.read()
             self._revision = max(self._revision, 0)  # the storage does not know the task yet
         while True:
-            before = _encode(self.agreed)
+            before = encode(self.agreed)
             agreed = decode(before)
             progress = self._progress_of(agreed)
             result = edit(agreed, progress)
             agreed.progress = progress.dump()
-            after = _encode(agreed)
+            after = encode(agreed)
             revision = self._revision
             if after == before and revision:
                 return result
@@ -234,6 +166,7 @@ class Run(Among):
         await self._check_tasks(summary)
         if trains:
             await self._only_trainer()
+        epoch = self._epoch_of(summary)
 
         def edit(agreed: Agreed, progress: ProduceProgress) -> None:
             others = {
@@ -268,6 +201,8 @@ class Run(Among):
             if terms.batch_size is not None:
                 progress.change_batch_size(terms.batch_size)
             agreed.begun = agreed.begun or trains
+            if trains:  # the trainer before may have died in the middle of beginning an epoch
+                agreed.epoch = max(agreed.epoch, epoch)
 
         await self.change(edit)
         for name in self.terms.tasks:
@@ -275,7 +210,7 @@ class Run(Among):
             if name != self.lead and (
                 account.plan is None or decode(account.plan).terms.tasks.keys() != terms.tasks.keys()
             ):
-                await self._internals.write_plan(name, _encode(self.agreed), revision=account.plan_revision)
+                await self._internals.write_plan(name, encode(self.agreed), revision=account.plan_revision)
 
     async def _check_tasks(self, summary: Summary) -> None:
         """InvalidConfig if a task belongs to a living run of other tasks."""
@@ -333,13 +268,17 @@ class Run(Among):
 
         await self.change(edit)
 
-    async def take_part(self, train_step: int, rank: int, world_size: int, timeout_s: float | None) -> Handout:
-        """Wait for rank 0 to lease the batch of a step, and take a rank's part of it."""
+    async def take_part(
+        self, train_step: int, rank: int, world_size: int, timeout_s: float | None, void: str | None
+    ) -> Handout:
+        """Wait for rank 0 to lease the batch of a step, and take a rank's part of it. `void`: a lease that was lost."""
 
         async def attempt() -> Handout | None:
             await self.read()
             handout = self.agreed.handout
-            return handout if handout is not None and handout.train_step >= train_step else None
+            if handout is None or handout.lease_id == void or handout.owner not in self.owners:
+                return None
+            return handout if handout.train_step >= train_step and handout.returned_by is None else None
 
         what = f"rank 0 to lease the batch of train step {train_step}"
         found = await self._internals.until(attempt, what, (self.lead,), timeout_s=timeout_s)
@@ -356,8 +295,11 @@ class Run(Among):
         await self.change(edit)
         return found
 
-    async def settle_part(self, lease_id: str, rank: int, *, trained: bool) -> None:
-        """A rank has trained on its part, or gives it back. LostLease if the batch is no longer handed out."""
+    async def settle_part(self, lease_id: str, train_step: int, rank: int, *, trained: bool) -> None:
+        """A rank has trained on its part, or gives it back. A part that was trained on waits for the others.
+
+        LostLease if the batch is no longer handed out, or rank 0 died before it acknowledged it.
+        """
 
         def edit(agreed: Agreed, progress: ProduceProgress) -> None:
             handout = agreed.handout
@@ -369,8 +311,24 @@ class Run(Among):
                 handout.returned_by = rank
 
         await self.change(edit)
+        if not trained:
+            return
 
-    async def until_trained(self, train_step: int) -> None:
+        async def attempt() -> bool | None:
+            await self.read()
+            if self.progress.next_consumer_step > train_step:
+                return True
+            handout = self.agreed.handout
+            if handout is None or handout.lease_id != lease_id or handout.returned_by is not None:
+                raise LostLease(f"the batch of train step {train_step} was given back; ask for it again")
+            if handout.owner not in self.owners:
+                raise LostLease(f"rank 0 died before it acknowledged train step {train_step}; ask for it again")
+            return None
+
+        what = f"rank 0 to acknowledge train step {train_step}"
+        await self._internals.until(attempt, what, (self.lead,))
+
+    async def until_trained(self, train_step: int, timeout_s: float | None) -> None:
         """Wait until every rank has trained on its part. LostLease if one gave it back, or has died."""
 
         async def attempt() -> bool | None:
@@ -386,14 +344,28 @@ class Run(Among):
             return None if missing else True
 
         what = f"all ranks to train on their parts of train step {train_step}"
-        await self._internals.until(attempt, what, (self.lead,))
+        await self._internals.until(attempt, what, (self.lead,), timeout_s=timeout_s)
 
     # --- epochs ---------------------------------------------------------------------------------------
 
+    def _epoch_of(self, summary: Summary) -> int:
+        """The latest epoch that has begun, wholly or in part."""
+        return max([self.agreed.epoch, *[summary.task(name).account.epoch for name in self.terms.tasks]])
+
+    async def proceed(self, edit: Callable[[Agreed, ProduceProgress], None]) -> None:
+        """Change the plan so that producers draw again, in the latest epoch."""
+        epoch = self._epoch_of(await self.read())
+        await self._internals.advance(dict.fromkeys(self.terms.tasks, Clock(epoch=epoch)))
+
+        def follow(agreed: Agreed, progress: ProduceProgress) -> None:
+            agreed.epoch, agreed.paused = max(epoch, agreed.epoch), False
+            edit(agreed, progress)
+
+        await self.change(follow)
+
     async def begin_epoch(self, edit: Callable[[Agreed, ProduceProgress], None]) -> int:
         """Begin an epoch: draws of all earlier ones are refused from now on. `edit` changes the plan with it."""
-        summary = await self.read()
-        epoch = 1 + max([self.agreed.epoch, *[summary.task(name).account.epoch for name in self.terms.tasks]])
+        epoch = 1 + self._epoch_of(await self.read())
         await self._internals.advance(dict.fromkeys(self.terms.tasks, Clock(epoch=epoch)))
 
         def begin(agreed: Agreed, progress: ProduceProgress) -> None:
@@ -403,6 +375,16 @@ class Run(Among):
         await self.change(begin)
         return epoch
 
+    async def confirm(self, epoch: int, what: Literal["followed", "idle"]) -> None:
+        """This member has seen, or completed, the pause of an epoch."""
+
+        def edit(agreed: Agreed, progress: ProduceProgress) -> None:
+            member = agreed.members.get(self.owner)
+            if member is not None:
+                setattr(member, what, max(epoch, getattr(member, what)))
+
+        await self.change(edit)
+
     async def until_idle(self, epoch: int, patience_s: float) -> None:
         """Wait until every other living producer has confirmed the pause of this epoch.
 
@@ -411,10 +393,12 @@ class Run(Among):
         """
         lease_s = self._internals.session.lease_s
         clock = asyncio.get_running_loop().time
-        began = clock()
+        began, asked = clock(), set(self.agreed.producers(self.owners))
         while True:
             late = await self._until_idle(epoch, None if lease_s is None else began + lease_s - clock())
             if not late:
+                for owner in sorted(asked - set(self.agreed.producers(self.owners))):
+                    log.warning("producer_dropped owner=%s epoch=%d: it ended, or its lease did", owner, epoch)
                 return
             gone = {owner: each for owner, each in late.items() if each.followed < epoch}
             if not gone and lease_s is not None:

@@ -10,6 +10,7 @@ from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.core.validate import checked_task
 from forebay.errors import InvalidConfig
+from forebay.manager.agreement import TaskTerms, Terms
 from forebay.manager.schedule import check_weights
 from forebay.produce.strategy import ProduceStrategy
 from forebay.prompts.check import check_sampler
@@ -76,3 +77,13 @@ def spare_groups(tasks: Mapping[str, Task], sizes: Mapping[str, int], max_groups
             "fill it, and the others would wait forever; raise max_groups"
         )
     return max(0, max_groups - sum(most.values())) // len(active)
+
+
+def terms_of(tasks: Mapping[str, Task], sync_weights_interval: int) -> Terms:
+    """What all members of a run of these tasks must have alike."""
+    from forebay import __version__  # here: `forebay` may still be importing
+
+    terms = {
+        name: TaskTerms(task.weight, task.sampler.group_size, task.strategy.limits) for name, task in tasks.items()
+    }
+    return Terms(terms, sync_weights_interval, __version__)

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
+from forebay.agent_loop.outage import Outage
 from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.staleness import Limits, stale_threshold
 from forebay.core.validate import checked_integer, positive_seconds
@@ -156,6 +157,10 @@ class Among:
     def calm_s(self) -> float:
         """How long to wait, at least, between two looks at what other producers do."""
         return 0.0
+
+    def leaves_to_others(self, outage: Outage) -> bool:
+        """Whether others should generate the groups of this producer, because its engine is unreachable."""
+        return False
 
     def sets_clock(self) -> bool:
         """Whether this producer may advance the train step of the task."""

@@ -238,7 +238,8 @@ class ProduceStrategy:
                 available = summary.produced
                 enough = not self.should_continue_fn(available, goal)
                 self.progress.update(task_name, available, goal, works.in_flight, works.figures)
-                if enough or skip or works.pause.on or agent_loop.paused or stopped():  # another task may have paused
+                stops = works.pause.on or agent_loop.paused or stopped()  # another task may have paused
+                if enough or skip or stops or demand.among.leaves_to_others(agent_loop.outage):
                     return Production(
                         task_name=task_name,
                         complete=enough,

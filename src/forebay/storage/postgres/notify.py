@@ -33,7 +33,7 @@ EVERYTHING = None
 
 _MAX_PAYLOAD_BYTES = 7_000  # the server takes 8,000
 _FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 5.0
+_LONGEST_PAUSE_S = 1.0
 _BEAT_TIMEOUT_S = 10.0
 
 _FAILED: tuple[type[BaseException], ...] = (ForebayError, *LOST)
