@@ -12,6 +12,7 @@ import os
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from weakref import WeakMethod
 
 from forebay.buffer.admission import (
     Expiry,
@@ -63,7 +64,7 @@ class Internals:
         self.until = session.until
         self.nudge = session.nudge
         self.asking = session.asking
-        self.on_summary: list[Callable[[Summary], None]] = []
+        self.on_summary: list[WeakMethod[Callable[[Summary], None]]] = []
         self.restores = 0  # positions that were read before the last resume no longer hold
         self.shared = session.storage.shared
         self._storage = session.storage
@@ -243,8 +244,11 @@ class Internals:
         await self.session.ready()
         summary = await self._storage.summary(tasks, holdings=holdings, owners=bool(self.on_summary))
         self.expiry.learn(summary)
-        for see in self.on_summary:
-            see(summary)
+        for reference in tuple(self.on_summary):
+            if (see := reference()) is not None:
+                see(summary)
+            else:
+                self.on_summary.remove(reference)
         return summary
 
     async def write_plan(self, task_name: str, content: bytes, *, revision: int) -> bool:

@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection
 from typing import Literal, TypeVar
+from weakref import WeakMethod
 
 import msgspec
 
@@ -51,7 +52,7 @@ class Run(Among):
         self.progress = self._new_progress()
         self._internals = internals
         self._revision = -1
-        internals.on_summary.append(self._see)
+        internals.on_summary.append(WeakMethod(self._see))
 
     @property
     def owner(self) -> str:
@@ -136,10 +137,10 @@ class Run(Among):
 
     async def change(self, edit: Callable[[Agreed, ProduceProgress], T]) -> T:
         """Change the plan. `edit` is repeated if another member changed it meanwhile; if it raises, nothing changes."""
-        if self._revision < 0:
-            await self.read()
-            self._revision = max(self._revision, 0)  # the storage does not know the task yet
         while True:
+            if self._revision < 0:
+                await self.read()
+                self._revision = max(self._revision, 0)  # the storage does not know the task yet
             before = encode(self.agreed)
             agreed = decode(before)
             progress = self._progress_of(agreed)
@@ -155,7 +156,7 @@ class Run(Among):
                     self.agreed, self.progress = agreed, progress
                     self.on_change()
                 return result
-            await self.read()
+            self._revision = -1  # whatever the storage has now
 
     async def join(self, terms: Terms, *, trains: bool = False, produces: bool = False) -> None:
         """Take part; InvalidConfig, with the difference, if living members have other terms, or another one trains.
