@@ -47,6 +47,7 @@ def figures(
         flat |= {f"{prefix}/{name}": groups for name, groups in task.line().items()}
         flat |= {f"{prefix}/buffered/{status}": task.statuses.get(status, 0) for status in Status}
         flat |= {f"{prefix}/tokens/{name}": n for name, n in task.line(tokens=True).items()}
+        flat |= {f"{prefix}/completed": task.account.completed, f"{prefix}/failed_attempts": task.account.failures}
         flat[f"{prefix}/unverified_records"] = unverified_records(task.account.source_state)
     return flat
 

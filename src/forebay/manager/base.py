@@ -425,6 +425,7 @@ class Manager:
         flat["forebay/manager/next_train_step"] = progress.next_consumer_step
         flat["forebay/manager/future_step"] = progress.producer_future_step
         flat["forebay/manager/model_step"] = self.run.agreed.model_step
+        flat["forebay/manager/producers"] = len(self.run.agreed.producers(self.run.owners))
         for name, target in progress.target.items():
             flat[f"forebay/{name}/consumed"], flat[f"forebay/{name}/target"] = progress.consumed[name], target
         return flat
