@@ -376,7 +376,8 @@ class Manager:
         if await self.run.others():
             await self._join(None, trains=True)
             await self.run.remove_others()  # they work for the weights that are lost
-        manifest = await self._internals.resume(path, await self.run.own_tasks())
+        own = await self.run.own_tasks()
+        manifest = await self._internals.resume(path, own)
         await self._join(None, trains=True)
         model_step, saved = read_saved(manifest, path, self.progress.weights)
         gone: set[str] = set()
@@ -399,7 +400,7 @@ class Manager:
                 figures.verdicts.extend(saved.figures[name].verdicts)
                 self._seen[name] = Figures()
                 self._seen[name].load(saved.figures[name].seen)
-        gone |= set(manifest.accounts) - self.tasks.keys()
+        gone |= {name for name in manifest.accounts if name not in self.tasks and (own is None or name in own)}
         if gone:
             log.warning(
                 "tasks_kept_aside tasks=%s: this manager has no such tasks; their groups stay in the buffer until "
