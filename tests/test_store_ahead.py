@@ -63,12 +63,17 @@ class Plane:
     """One start of a training script."""
 
     def __init__(
-        self, storage: Storage, max_staleness: int, keep_trained: int = 0, lease_s: float | None = None
+        self,
+        storage: Storage,
+        max_staleness: int,
+        keep_trained: int = 0,
+        lease_s: float | None = None,
+        name: str = "math",
     ) -> None:
         self.generated = 0
         self.buffer = ReplayBuffer(storage=storage, keep_trained=keep_trained, lease_s=lease_s)
         self.task = Task(
-            name="math",
+            name=name,
             sampler=Sampler(records(200)),
             agent_loop=FunctionAgentLoop(self._answer),
             strategy=AsyncProduceStrategy(self.buffer, max_staleness=max_staleness),
@@ -81,9 +86,9 @@ class Plane:
 
 @asynccontextmanager
 async def colocated(
-    storage: Storage, max_staleness: int = 0, keep_trained: int = 0, lease_s: float | None = None
+    storage: Storage, max_staleness: int = 0, keep_trained: int = 0, lease_s: float | None = None, name: str = "math"
 ) -> AsyncIterator[tuple[AgentLoopManager, Plane]]:
-    plane = Plane(storage, max_staleness, keep_trained, lease_s)
+    plane = Plane(storage, max_staleness, keep_trained, lease_s, name)
     async with AgentLoopManager(plane.task, plane.buffer) as manager:
         yield manager, plane
     await plane.buffer.close()
@@ -279,3 +284,26 @@ async def test_a_second_trainer_of_a_task_is_refused(postgres: Reopen) -> None:
         with pytest.raises(InvalidConfig, match="already trains 'math' on this store"):
             await train(behind, 3, 3)
         assert plane.generated == 0
+
+
+async def test_g04_a_run_is_resumed_without_touching_another_on_the_same_store(
+    postgres: Reopen, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with colocated(postgres(), name="code") as (other, plane):
+        await train(other, 1, 3)
+        async with colocated(postgres()) as (manager, _):
+            await train(manager, 1, 2)
+            await manager.save(tmp_path / "checkpoint", 2)
+            await train(manager, 3, 4)
+        await train(other, 4, 8)
+        async with colocated(postgres()) as (manager, _):
+            assert await manager.resume(tmp_path / "checkpoint") == 2
+            assert (await manager.ledger())["math"]["trained"] == 8
+            assert (await manager.ledger())["code"]["trained"] == 32
+            await train(manager, 3, 4)
+        await other.save(tmp_path / "other", 8)
+        trained = await train(other, 9, 10)
+        assert len(trained[0] | trained[1]) == 8
+        ledger = await plane.buffer.ledger()
+        assert (ledger["math"]["trained"], ledger["code"]["trained"]) == (16, 40)
+    assert "tasks_kept_aside" not in caplog.text
