@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 help:
 	@echo "make demo        a small transformer learns by GRPO through Forebay (one to two minutes; DEMO_ARGS= for forebay demo)"
-	@echo "make test        all tests (under eight minutes on two quiet cores)"
+	@echo "make test        all tests (eight to nine minutes on two quiet cores)"
 	@echo "make test-slow   soak runs"
 	@echo "make test-engines  tests against a live vLLM (ENGINE=sglang: SGLang) on CPU; installs it into .venv-vllm (slow)"
 	@echo "make lint        ruff and mypy --strict"
