@@ -286,6 +286,24 @@ async def test_g04_a_checkpoint_that_is_too_old_for_one_shard_changes_none(
         assert await closed_ledger(buffer, kept) == {"issued": 1, "buffered": 1}
 
 
+async def test_g04_the_tasks_of_one_run_are_saved_and_rewound_on_their_shard_only(
+    cluster: LocalCluster, new_name: NewName, tmp_path: Path
+) -> None:
+    config = ReplayBufferConfig(storage=f"sqlite:///{tmp_path / 'store.db'}")
+    async with hosted(new_name(), config, shards=2) as buffer:
+        ours, other = tasks_of("run", 2)
+        for task in (ours, other):
+            await fill(buffer, 3, task)
+        await buffer.storage.saved(1, [ours])
+        await buffer.storage.saved(2, [other])
+        for step in (1, 2, 3):
+            async with buffer.lease_batch({ours: 1, other: 1}, train_step=step):
+                pass
+        assert await buffer.storage.rewind(1, [ours]) == {ours: 2}
+        assert await closed_ledger(buffer, ours) == {"issued": 3, "trained": 1, "buffered": 2}
+        assert await closed_ledger(buffer, other) == {"issued": 3, "trained": 3}
+
+
 async def test_g01_when_one_actor_is_lost_the_tasks_of_the_others_continue(
     cluster: LocalCluster, new_name: NewName
 ) -> None:

@@ -1,8 +1,8 @@
 """Several processes on one store, in virtual time: producers share the work, follow pauses, die and come back.
 
-A process is a manager with its own buffer, engine and link to the storage. A link that is cut raises for ever, as the
-storage of a killed process would; a link that hangs answers nothing until it is released. A run that fails is printed
-with its command:
+A process is a manager with its own buffer, engine and link to the storage. A link that is cut raises from then on, as
+the storage of a killed process would; a link that hangs answers nothing until it is released. A run that fails is
+printed with its command:
     FOREBAY_RUN=17 python -m pytest tests/simulation/test_processes.py
 """
 

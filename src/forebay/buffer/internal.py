@@ -63,6 +63,7 @@ class Internals:
         self.claims = Claims(session, expiry)
         self.until = session.until
         self.nudge = session.nudge
+        self.hurry = session.hurry
         self.asking = session.asking
         self.on_summary: list[WeakMethod[Callable[[Summary], None]]] = []
         self.restores = 0  # positions that were read before the last resume no longer hold

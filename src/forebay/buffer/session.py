@@ -136,13 +136,17 @@ class Session:
         await self.storage.close(self.owner)
 
     def nudge(self) -> None:
-        """Let every wait try again, at once: something changed here."""
+        """Let every wait try again, at once: something outside the storage changed."""
+        self.hurry()
+        if self._changes is not None:
+            self._changes.notify()
+
+    def hurry(self) -> None:
+        """Let waits that woke try again at once (see `until`): the change was one of this process."""
         self._nudges += 1
         for waiter in self._calm:
             if not waiter.done():
                 waiter.set_result(None)
-        if self._changes is not None:
-            self._changes.notify()
 
     async def _nudged_within(self, seconds: float) -> None:
         """Wait for a nudge, for a while."""
@@ -174,7 +178,7 @@ class Session:
         WaitTimeout explains what was missing. `ready()`: the least that has to be available, for a storage that can
         wait for that by itself. `wants`: the batch of completed groups that it waits for; InvalidConfig if that can
         never come. `needs_room`: it may also wait for capacity, which any task can free. `calm_s()`: the least time
-        between two attempts, unless `nudge` is called: where many processes change the storage all the time.
+        between two attempts unless `nudge` or `hurry` is called; for storages that many processes change all the time.
         """
         changes = await self.ready()
         deadline = Deadline(timeout_s)

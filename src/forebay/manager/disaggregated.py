@@ -132,6 +132,7 @@ class DisaggregatedAgentLoopManager(Manager):
         if not await self._produce(sizes, lambda name, line: self._target(name, line, upto)):
             await self._leave_to_others()
             return
+        self._tries = 0
         if upto == future:
             await self.run.change(lambda agreed, progress: progress.skip_to(future + 1))
             return
@@ -142,7 +143,6 @@ class DisaggregatedAgentLoopManager(Manager):
         """If an engine is unreachable, and other producers work: let them have the groups, and try again later."""
         loops = [task.agent_loop for task in self.tasks.values() if self.run.leaves_to_others(task.agent_loop.outage)]
         if not loops:
-            self._tries = 0
             return
         self._tries += 1
         reason = loops[0].outage.describe()
@@ -265,6 +265,7 @@ class DisaggregatedAgentLoopManager(Manager):
             void = handout.lease_id
         result = await self._result(train_step, ProduceStatus.NORMAL, {}, lease, 0.0)
         lease.on_ack = None  # rank 0 counts the step
+        self._leased.discard(train_step)
         result.wait_s = asyncio.get_running_loop().time() - began
         return result
 

@@ -469,7 +469,7 @@ class Works:
         overran = outcome.group_id in self._overran
         self._overran.discard(outcome.group_id)
         self._elsewhere.count(outcome)
-        self._internals.nudge()
+        self._internals.hurry()
         if outcome.failed:
             # A pause cancels all running groups at once, for the same reason, so they count as one failure.
             counts = not overran or self._overrun_pause != self.pause.count

@@ -242,6 +242,20 @@ class ShardedStorage(TableStorage):
             sorted({owner for summary in found for owner in summary.owners}),
         )
 
+    async def saved(self, model_step: int, tasks: Collection[str] | None = None) -> None:
+        for shard, names in self._hosting(tasks):
+            await shard.saved(model_step, names)
+
+    async def rewind(self, model_step: int, tasks: Collection[str] | None = None) -> dict[str, int]:
+        rewound: dict[str, int] = {}
+        for shard, names in self._hosting(tasks):
+            rewound |= await shard.rewind(model_step, names)
+        return rewound
+
+    def _hosting(self, tasks: Collection[str] | None) -> list[tuple[RayStorage, list[str] | None]]:
+        """The shards of tasks, each with its own ones (None: all)."""
+        return [(shard, None) for shard in self._shards] if tasks is None else [*self._by_shard(Route.TASK, tasks)]
+
     async def records(self, node: Node, limit: int | None) -> list[Record]:
         found: list[Record] = await self._run(OPERATIONS["records"], (node, limit))
         return sorted(found, key=lambda record: record.uid)[:limit]
