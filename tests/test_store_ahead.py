@@ -291,6 +291,7 @@ async def test_g04_a_run_is_resumed_without_touching_another_on_the_same_store(
 ) -> None:
     async with colocated(postgres(), name="code") as (other, plane):
         await train(other, 1, 3)
+        await other.save(tmp_path / "other", 3)  # from now on the store keeps the later groups of this run, too
         async with colocated(postgres()) as (manager, _):
             await train(manager, 1, 2)
             await manager.save(tmp_path / "checkpoint", 2)

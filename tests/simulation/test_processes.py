@@ -383,19 +383,33 @@ async def test_the_failure_of_every_producer_reaches_the_trainer() -> None:
     await ended(trainer, *producers)
 
 
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_run_continues_after_a_trainer_that_died_in_the_middle_of_a_pause(continues: bool) -> None:
+    @simulated
+    async def main() -> None:
+        storage, trainer, producers = await begun()
+        await storage.advance({"math": Clock(epoch=99)})  # the first write of a pause; the second one never came
+        await trainer.kill()
+        next_trainer = Process(storage, 8)
+        if continues:
+            await next_trainer.manager.continue_produce(1)
+            for process in producers:
+                process.engine.set_weights(1)
+        for step in (2, 3):
+            async with next_trainer.manager.get_batch(BATCH, step, timeout_s=1_000):
+                pass
+        await ended(next_trainer, *producers)
+
+    main()
+
+
 @simulated
-async def test_a_run_continues_after_a_trainer_that_died_in_the_middle_of_a_pause() -> None:
+async def test_only_the_trainer_moves_the_train_step() -> None:
     storage, trainer, producers = await begun()
-    await storage.advance({"math": Clock(epoch=99)})  # the first write of a pause; the second one never came
-    await trainer.kill()
-    next_trainer = Process(storage, 8)
-    await next_trainer.manager.continue_produce(1)
-    for process in producers:
-        process.engine.set_weights(1)
-    for step in (2, 3):
-        async with next_trainer.manager.get_batch(BATCH, step, timeout_s=1_000):
-            pass
-    await ended(next_trainer, *producers)
+    await asyncio.sleep(100)  # producers fill the steps after it
+    assert (await storage.summary()).task("math").line()["buffered"] > 0
+    assert (await storage.summary()).task("math").account.train_step == 1
+    await ended(trainer, *producers)
 
 
 @simulated
