@@ -4,13 +4,14 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test test-slow test-engines lint format bench clean
+.PHONY: help setup demo test test-slow test-engines test-trainers lint format bench clean
 
 help:
 	@echo "make demo        a small transformer learns by GRPO through Forebay (one to two minutes; DEMO_ARGS= for forebay demo)"
-	@echo "make test        all tests (eight to nine minutes on two quiet cores)"
+	@echo "make test        all tests (about ten minutes on two quiet cores)"
 	@echo "make test-slow   soak runs"
 	@echo "make test-engines  tests against a live vLLM (ENGINE=sglang: SGLang) on CPU; installs it into .venv-vllm (slow)"
+	@echo "make test-trainers  tests against TRL on CPU; installs it into .venv-trainers"
 	@echo "make lint        ruff and mypy --strict"
 	@echo "make bench       every benchmark, quick settings (BENCH_ARGS= for the full ones)"
 
@@ -37,6 +38,15 @@ test-engines:
 	@$(PYTHON) tests/engines/build.py $(ENGINE)
 	ENGINE=$(ENGINE) OMP_NUM_THREADS=1 .venv-$(ENGINE)/bin/python -m pytest tests/engines -v
 
+TRAINERS := .venv-trainers
+$(TRAINERS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(TRAINERS)
+	$(TRAINERS)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[trainers]'
+	@touch $@
+
+test-trainers: $(TRAINERS)/.installed
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(TRAINERS)/bin/python -m pytest tests/trainers
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,4 +64,4 @@ bench: setup
 	done; exit $$status
 
 clean:
-	rm -rf $(VENV) .venv-vllm .venv-sglang .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist bench/results
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-trainers .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist bench/results

@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from _harness import Verdict, arguments, table
 from forebay import (
@@ -29,10 +29,10 @@ from forebay import (
     AsyncProduceStrategy,
     AsyncReplayBufferConfig,
     DisaggregatedAgentLoopManager,
+    ManagedTask,
     NoProgress,
     Sampler,
     SyncProduceStrategy,
-    Task,
 )
 from forebay.testing.simulate import LongTail, SimulatedEngine
 
@@ -54,8 +54,8 @@ async def sleeping(steps: int, *, ahead: bool) -> float:
         if ahead
         else SyncProduceStrategy(buffer, **options)
     )
-    sampler = Sampler([{"prompt": f"question {number}"} for number in range(500)], prompt_repeat_k=SAMPLES)
-    task = Task(name="math", sampler=sampler, agent_loop=engine, strategy=strategy)
+    sampler = Sampler([{"prompt": f"question {number}"} for number in range(500)], group_size=SAMPLES)
+    task = ManagedTask(name="math", sampler=sampler, agent_loop=engine, strategy=strategy)
     began = time.monotonic()
     if ahead:
         async with DisaggregatedAgentLoopManager([task], buffer) as manager:
@@ -78,14 +78,14 @@ async def sleeping(steps: int, *, ahead: bool) -> float:
     return seconds
 
 
-async def learning(steps: int, seed: int, *, colocated: bool) -> tuple[Outcome, float, float]:
+async def learning(steps: int, seed: int, mode: Literal["in_turns", "ahead"]) -> tuple[Outcome, float, float]:
     """A real run: its outcome, seconds per step, and the share of them that the loop's thread computed."""
     marks: list[tuple[float, float]] = []
 
     def mark(*_: object) -> None:
         marks.append((time.monotonic(), time.thread_time()))
 
-    outcome = await run(Settings(steps=steps, seed=seed, colocated=colocated), on_step=mark)
+    outcome = await run(Settings(steps=steps, seed=seed, mode=mode), on_step=mark)
     wall, computed = (marks[-1][i] - marks[0][i] for i in (0, 1))
     return outcome, wall / (len(marks) - 1), computed / wall
 
@@ -109,8 +109,8 @@ def main() -> None:
     seeds, steps = ((0,), 40) if options.quick else ((0, 1, 2), 240)
     rows, gaps, shares = [], [], []
     for seed in seeds:
-        sync, sync_s, _ = asyncio.run(learning(steps, seed, colocated=True))
-        free, free_s, share = asyncio.run(learning(steps, seed, colocated=False))
+        sync, sync_s, _ = asyncio.run(learning(steps, seed, "in_turns"))
+        free, free_s, share = asyncio.run(learning(steps, seed, "ahead"))
         gaps.append(last_rewards(sync) - last_rewards(free))
         shares.append(share)
         rows.append(

@@ -28,11 +28,11 @@ from forebay import (
     AsyncProduceStrategy,
     AsyncReplayBufferConfig,
     DisaggregatedAgentLoopManager,
+    ManagedTask,
     NoProgress,
     RolloutState,
     Sampler,
     Status,
-    Task,
 )
 
 SAMPLES, TOKENS = 8, 1_000
@@ -89,8 +89,8 @@ def manager_of(agent_loop: AgentLoop, *, max_staleness: int, partial: bool) -> D
         progress=NoProgress(),
     )
     prompts = [{"prompt": f"What is {number} times 23?", "prompt_ids": list(range(50))} for number in range(500)]
-    sampler = Sampler(prompts, prompt_repeat_k=SAMPLES)
-    task = Task(name="math", sampler=sampler, agent_loop=agent_loop, strategy=strategy)
+    sampler = Sampler(prompts, group_size=SAMPLES)
+    task = ManagedTask(name="math", sampler=sampler, agent_loop=agent_loop, strategy=strategy)
     return DisaggregatedAgentLoopManager(task, buffer)
 
 

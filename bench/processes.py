@@ -27,12 +27,12 @@ from forebay import (
     AsyncProduceStrategy,
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
+    ManagedTask,
     NoProgress,
     ReplayBuffer,
     ReplayBufferConfig,
     RolloutState,
     Sampler,
-    Task,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,11 +50,8 @@ def make_manager(buffer: ReplayBuffer) -> DisaggregatedAgentLoopManager:
         state.response_ids = TOKENS
 
     strategy = AsyncProduceStrategy(buffer, over_sample_threshold=1.0, max_staleness=10_000, progress=NoProgress())
-    task = Task(
-        name="math",
-        sampler=Sampler(QUESTIONS, prompt_repeat_k=2),
-        agent_loop=FunctionAgentLoop(answer),
-        strategy=strategy,
+    task = ManagedTask(
+        name="math", sampler=Sampler(QUESTIONS, group_size=2), agent_loop=FunctionAgentLoop(answer), strategy=strategy
     )
     return DisaggregatedAgentLoopManager(task, buffer)
 

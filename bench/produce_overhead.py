@@ -44,7 +44,7 @@ class Slow(Instant):
 
 def sampler() -> Sampler:
     prompts = [{"prompt": f"What is {number} times 23?", "prompt_ids": list(range(50))} for number in range(500)]
-    return Sampler(prompts, prompt_repeat_k=SAMPLES)
+    return Sampler(prompts, group_size=SAMPLES)
 
 
 async def through_forebay(steps: int) -> float:

@@ -34,12 +34,12 @@ from forebay import (
     AsyncProduceStrategy,
     AsyncReplayBufferConfig,
     DisaggregatedAgentLoopManager,
+    ManagedTask,
     NoProgress,
     ReplayBuffer,
     RolloutState,
     Sampler,
     Status,
-    Task,
 )
 
 SAMPLES, PROMPT_TOKENS, TOKENS = 8, 200, 1_000
@@ -84,8 +84,8 @@ def plane(groups: int, buffer: ReplayBuffer) -> DisaggregatedAgentLoopManager:
     """A manager that runs ahead: so many groups get buffered, and the next batch, a tenth of it, is in flight."""
     strategy = AsyncProduceStrategy(buffer, max_staleness=STEPS, reward_fn=lambda state: 0.5, progress=NoProgress())
     dataset = [{"number": number} for number in range(2 * groups)]
-    sampler = Sampler(dataset, prompt_repeat_k=SAMPLES, to_rollout_state=prompt_of)
-    task = Task(name=TASK, sampler=sampler, agent_loop=Engine(groups), strategy=strategy)
+    sampler = Sampler(dataset, group_size=SAMPLES, to_rollout_state=prompt_of)
+    task = ManagedTask(name=TASK, sampler=sampler, agent_loop=Engine(groups), strategy=strategy)
     return DisaggregatedAgentLoopManager(task, buffer)
 
 

@@ -55,7 +55,7 @@ def simulate(kind: type[ProduceStrategy], options: dict[str, Any], samples: int)
     async def main() -> tuple[TrainingReport, float]:
         buffer = AsyncReplayBufferConfig().build()
         engine = engine_for(samples)
-        sampler = Sampler([{"prompt": f"question {number}"} for number in range(PROMPTS)], prompt_repeat_k=samples)
+        sampler = Sampler([{"prompt": f"question {number}"} for number in range(PROMPTS)], group_size=samples)
         strategy = kind(buffer, progress=NoProgress(), **options)
         report = await train(strategy, engine, sampler, steps=STEPS, batch_size=BATCH, train_s=TRAIN_S)
         return report, long_share(engine, report.group_ids)

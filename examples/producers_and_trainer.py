@@ -1,9 +1,8 @@
-"""Producers and a trainer around one buffer: the walk of a group, and a ledger that closes.
+"""A loader and a trainer, without a model: the life cycle of a group, and a ledger that closes.
 
-Two tasks. Prompts are drawn (issued) by producers, "generated" by an engine that takes its time, sometimes fails, and
-is sometimes interrupted; what it interrupted is drawn again. A trainer leases batches, trains for a moment,
-acknowledges, and now and then "crashes", so that its batch comes back. Every few steps the weights change, and
-what has become too old is expired and generated anew. Nothing here is a model: it shows where the data goes.
+Two tasks. The loader draws prompts (issued) and has them "generated" by an engine that takes its time and sometimes
+fails. The trainer gets batches, trains for a moment, and sometimes "crashes", so that its batch is given back and
+handed out again. Every second step the weights change, and the loader runs ahead as far as they are fresh enough.
 
     python examples/producers_and_trainer.py [--steps 40] [--seed 0]
 """
@@ -12,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import logging
 import random
 import sys
 import time
 
-from forebay import AsyncReplayBufferConfig, ReplayBuffer, RolloutState, Sampler, Status
+from forebay import RolloutLoader, RolloutState, Task
 
-BATCH = {"math": 6, "code": 2}
-SAMPLES = 4  # answers per prompt
 SYNC_EVERY = 2  # train steps between two weight updates
 
 
@@ -28,52 +26,44 @@ class Engine:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.model_step = 0
+        self.model_step = self.failures = 0
 
-    async def generate(self, group: list[RolloutState]) -> None:
-        """Answer what is not answered yet; one in ten groups is interrupted, one in fifty fails."""
+    async def generate(self, state: RolloutState) -> None:
+        """Answer one sample; one attempt in fifty fails."""
         length = min(200, int(self.random.lognormvariate(3.0, 0.8)) + 1)
         await asyncio.sleep(length / 20_000)
-        fate = self.random.random()
-        for state in group:
-            if state.status is Status.COMPLETED:
-                continue
-            state.response_ids = [self.random.randrange(1_000) for _ in range(length)]
-            state.version_spans = ((self.model_step, length),)
-            state.reward = {"score": self.random.random()}
-            state.status = Status.COMPLETED if fate > 0.12 else Status.ABORTED if fate > 0.02 else Status.FAILED
-            state.error_msg = "engine: no answer" if state.status is Status.FAILED else None
+        if self.random.random() < 0.02:
+            self.failures += 1
+            raise RuntimeError("no answer")
+        state.response_ids = [self.random.randrange(1_000) for _ in range(length)]
+        state.version_spans = ((self.model_step, length),)
+
+    def load_weights(self, step: int) -> None:
+        self.model_step = step
 
 
-async def produce(buffer: ReplayBuffer, engine: Engine, task: str) -> None:
-    """Draw a prompt (one that has to be generated again first), have it answered, put it back."""
-    prompts = [{"prompt": f"{task} question {number}"} for number in range(1_000)]
-    sampler = Sampler(prompts, prompt_repeat_k=SAMPLES).with_buffer(buffer)
-    while True:
-        (group,) = await sampler.draw(1, task)  # waits while the buffer is full
-        await engine.generate(group)
-        await buffer.put(group, task)
+def prompts(task: str) -> list[dict[str, str]]:
+    return [{"prompt": f"{task} question {number}"} for number in range(1_000)]
 
 
-async def train(buffer: ReplayBuffer, engine: Engine, steps: int, chance: random.Random) -> None:
+def train(loader: RolloutLoader, engine: Engine, steps: int, chance: random.Random) -> None:
     started = time.monotonic()
     crashes = groups = 0
-    for step in range(1, steps + 1):
-        trained = False
-        while not trained:
-            try:
-                async with buffer.lease_batch(BATCH, train_step=step, timeout_s=60) as lease:
-                    await asyncio.sleep(0.002)  # the optimiser step
-                    if chance.random() < 0.1:
-                        raise RuntimeError("the trainer crashed")
-                    groups += len(lease.groups)
-                    staleness = max(state.seq_staleness for group in lease.groups for state in group)
-                trained = True
-            except RuntimeError:
-                crashes += 1  # the batch is back in the buffer
-        if step % SYNC_EVERY == 0:
-            engine.model_step = step
-        show_progress(step, steps, groups, staleness, time.monotonic() - started)
+    while loader.next_step <= steps:
+        try:
+            for batch in loader.batches(end=steps):  # continues with the first step that was not acknowledged
+                time.sleep(0.002)  # the optimiser step
+                if chance.random() < 0.1:
+                    raise RuntimeError("the trainer crashed")
+                if batch.step % SYNC_EVERY == 0:
+                    loader.update_weights(engine.load_weights)
+                else:
+                    batch.ack()
+                groups += len(batch.groups)
+                staleness = max(result.staleness_max or 0 for result in batch.task_results.values())
+                show_progress(batch.step, steps, groups, staleness, time.monotonic() - started)
+        except RuntimeError:
+            crashes += 1  # the next batches() gives the batch back
     print(
         f"\n{steps} steps in {time.monotonic() - started:.1f} s; the trainer crashed {crashes} times, and lost nothing"
     )
@@ -90,24 +80,22 @@ def show_progress(step: int, steps: int, groups: int, staleness: int, seconds: f
         print(text)
 
 
-async def run(steps: int, seed: int) -> None:
-    buffer = AsyncReplayBufferConfig(max_groups=256).build()
-    engine = Engine(seed)
-    for task in BATCH:
-        await buffer.set_limits(task, stale_threshold=2 * SYNC_EVERY)
-    producers = [asyncio.create_task(produce(buffer, engine, task)) for task in ("math", "math", "math", "code") * 4]
-    try:
-        await train(buffer, engine, steps, random.Random(seed))
-    finally:
-        for producer in producers:
-            producer.cancel()
-        await asyncio.gather(*producers, return_exceptions=True)
-        await report(buffer)
-        await buffer.close()
+def run(steps: int, seed: int) -> None:
+    engine, rewards = Engine(seed), random.Random(seed)
+    tasks = [
+        Task(name, prompts(name), engine.generate, reward=lambda _: rewards.random(), group_size=4, weight=weight)
+        for name, weight in (("math", 3), ("code", 1))
+    ]
+    loader = RolloutLoader(
+        tasks, batch_groups=8, max_staleness=1, sync_weights_interval=SYNC_EVERY, max_groups=256, progress=None
+    )
+    with loader:
+        train(loader, engine, steps, random.Random(seed))
+        report(loader, engine)
 
 
-async def report(buffer: ReplayBuffer) -> None:
-    ledger = await buffer.ledger()
+def report(loader: RolloutLoader, engine: Engine) -> None:
+    ledger = loader.ledger()
     print("\nThe ledger, in groups:")
     print("task  " + "".join(f"{name:>11}" for name in next(iter(ledger.values()))))
     for task, line in ledger.items():
@@ -115,12 +103,7 @@ async def report(buffer: ReplayBuffer) -> None:
         total = sum(line.values()) - line["issued"]
         assert total == line["issued"], f"the ledger of {task} is open"
     print("It is closed: for every task, issued is the sum of all the others.")
-    for task, reasons in (await buffer.reasons()).items():
-        for reason, groups in reasons.items():
-            print(f"{task}: {groups} groups left as '{reason}'")
-    stats = await buffer.stats()
-    for task in ledger:
-        print(f"{task}: {stats[f'forebay/{task}/tokens/reset']:,} tokens were generated anew because they grew too old")
+    print(f"{engine.failures} attempts of the engine failed; their samples were generated again.")
 
 
 def main() -> None:
@@ -130,8 +113,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 1:
         parser.error(f"--steps is {options.steps}; expected at least 1")
+    logging.getLogger("forebay").setLevel(logging.ERROR)  # every failed attempt is a warning, and some are wanted here
     try:
-        asyncio.run(run(options.steps, options.seed))
+        run(options.steps, options.seed)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "sever
 
 import plane
 
-from forebay import DisaggregatedAgentLoopManager
+from forebay import AsyncRolloutLoader
 
 
 def arm(kind: type[Any], method: str) -> None:
@@ -40,7 +40,7 @@ def arm(kind: type[Any], method: str) -> None:
         setattr(kind, method, counted)
 
 
-def make_manager() -> DisaggregatedAgentLoopManager:
+def make_loader(checkpoints: Path | None = None) -> AsyncRolloutLoader:
     if os.environ["STORE"].startswith("ray:"):
         from forebay.ray import RayStorage
 
@@ -49,39 +49,30 @@ def make_manager() -> DisaggregatedAgentLoopManager:
         from forebay.storage.postgres.connections import Connections
 
         arm(Connections, "step")
-    return plane.make_manager()
+    return plane.make_loader(checkpoints)
 
 
-async def train(steps: int, checkpoint: Path, trained: Path) -> None:
-    engines = os.environ["ENGINES"].split(",")
-    manager = make_manager()
-
+async def train(steps: int, checkpoints: Path, trained: Path) -> None:
     async def load_weights(step: int) -> None:
-        for url in engines:
+        for url in os.environ["ENGINES"].split(","):
             await asyncio.to_thread(plane.post, f"{url}/weights", {"step": step})
 
-    async with manager.replay_buffer, manager:
-        done = 0
-        if (checkpoint / "manifest.json").exists():
-            done = await manager.resume(checkpoint)
-        await load_weights(done)
-        await manager.continue_produce(done)
-        if not done:
-            await manager.save(checkpoint, 0)
-        for step in range(done + 1, steps + 1):
-            async with manager.get_batch(plane.BATCH, step, timeout_s=600) as batch:
-                spans = [span for group in batch.groups for state in group for span in state.version_spans]
-                line = {
-                    "step": step,
-                    "groups": [group[0].group_id for group in batch.groups],
-                    "versions": sorted({version for version, _ in spans}),
-                }
-                with trained.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-            await manager.pause_produce()
-            await load_weights(step)
-            await manager.continue_produce(step)
-            await manager.save(checkpoint, step)
+    async with make_loader(checkpoints) as loader:
+        start = await loader.resume(load_weights)
+        if start is None:
+            await loader.update_weights(load_weights, 0)
+            await loader.save(0)
+        async for batch in loader.batches((start or 0) + 1, steps):
+            spans = [span for group in batch.groups for state in group for span in state.version_spans]
+            line = {
+                "step": batch.step,
+                "groups": [group[0].group_id for group in batch.groups],
+                "versions": sorted({version for version, _ in spans}),
+            }
+            with trained.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            await loader.update_weights(load_weights)
+            await loader.save(batch.step)
 
 
 if __name__ == "__main__":

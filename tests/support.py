@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 
-from forebay import ReplayBuffer, RolloutState
+from forebay import AsyncBatch, BatchRequest, ReplayBuffer, RolloutState
 from forebay.buffer.internal import internals
 from forebay.testing import make_group
 
@@ -36,6 +36,13 @@ async def closed_ledger(buffer: ReplayBuffer, task_name: str = "math") -> dict[s
         for name, line in ledger.items():
             assert line["issued"] == sum(line.values()) - line["issued"], f"the ledger of {name} is open: {line} {unit}"
     return {name: n for name, n in ledger.get(task_name, {}).items() if n}
+
+
+async def taken(request: BatchRequest) -> AsyncBatch:
+    """A batch that was acknowledged at once."""
+    async with request as batch:
+        pass
+    return batch
 
 
 async def turns(n: int = 5) -> None:

@@ -348,7 +348,7 @@ def filled(**fields: Any) -> Any:
         ({"response": "yes", "finish_reason": "abort"}, Status.ABORTED),
         ({"response": "yes", "finish_reason": "weird"}, Status.FAILED),
         ({"response": "yes", "status": Status.FAILED}, Status.FAILED),
-        ({}, Status.INIT),  # a failure for the producer
+        ({}, Status.FAILED),
     ],
 )
 def test_a_status_left_at_init_follows_from_the_sample(fields: dict[str, Any], status: Status) -> None:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 from collections.abc import Callable, Mapping, Sequence
 from typing import assert_type
 
-from forebay import AsyncReplayBufferConfig, ProducerState, ReplayBuffer, RolloutState, Status, TaskResult, blocking
+from forebay import AsyncReplayBufferConfig, ReplayBuffer, RolloutState, Status, blocking
 from forebay.core.ledger import LedgerLine, Record
 from forebay.testing import make_group
-from tests.test_blocking_manager import TASK, colocated, disaggregated
 
+TASK = "math"
 Groups = list[list[RolloutState]]
 
 
@@ -35,7 +34,7 @@ def test_the_buffer_keeps_parameter_and_result_types() -> None:
         wait({})
 
 
-def refused_by_mypy(buffer: blocking.ReplayBuffer, manager: blocking.DisaggregatedAgentLoopManager) -> None:
+def refused_by_mypy(buffer: blocking.ReplayBuffer) -> None:
     """Never called. Each comment is an error of mypy itself if the line is accepted."""
     buffer.put(make_group(), TASK, model_step="0")  # type: ignore[arg-type]
     buffer.put(make_group(), task=TASK)  # type: ignore[call-arg]
@@ -43,26 +42,3 @@ def refused_by_mypy(buffer: blocking.ReplayBuffer, manager: blocking.Disaggregat
     buffer.set_limits(TASK, 1)  # type: ignore[call-arg]
     buffer.lease_batch({TASK: 1})  # type: ignore[call-arg]
     buffer.lease_batch({TASK: 1}, train_step=1).reject([], 1)  # type: ignore[arg-type]
-    manager.get_batch("64", 1)  # type: ignore[arg-type]
-    manager.continue_produce()  # type: ignore[call-arg]
-
-
-async def _three() -> int:
-    return 3
-
-
-def test_the_managers_keep_parameter_and_result_types() -> None:
-    with blocking.AgentLoopManager(colocated) as turns:
-        assert_type(turns, blocking.AgentLoopManager)
-        with turns.produce_batch(1, train_step=1, model_step=0) as batch:
-            assert_type(batch, blocking.Batch)
-            assert_type(batch.lease, blocking.Lease | None)
-            assert_type(batch.task_results, dict[str, TaskResult])
-            assert_type(batch.total("produced_tokens"), float)
-        assert_type(turns.ledger(), dict[str, LedgerLine])
-    with blocking.DisaggregatedAgentLoopManager(disaggregated) as manager:
-        assert_type(manager.submit(_three()), concurrent.futures.Future[int])
-        assert_type(manager.stats(), dict[str, float])
-        assert_type(manager.get_batch(1, 1, timeout_s=None), blocking.BatchRequest)
-        assert_type(manager.pause_produce(), float)
-        assert_type(manager.producer_state, ProducerState)

@@ -20,6 +20,7 @@ from forebay import (
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
     InvalidConfig,
+    ManagedTask,
     MemoryStorage,
     ReplayBuffer,
     RolloutState,
@@ -27,7 +28,6 @@ from forebay import (
     Status,
     Storage,
     SyncProduceStrategy,
-    Task,
     WaitTimeout,
 )
 from forebay.buffer.internal import internals
@@ -182,7 +182,9 @@ async def _check_bound(storage: Storage, actions: list[tuple[str, int]], expecte
 # --- what can never come ------------------------------------------------------------------------------
 
 
-def a_task(buffer: ReplayBuffer, sizes: Callable[[], int], *, ahead: bool, name: str = "math", k: int = 2) -> Task:
+def a_task(
+    buffer: ReplayBuffer, sizes: Callable[[], int], *, ahead: bool, name: str = "math", k: int = 2
+) -> ManagedTask:
     async def answer(state: RolloutState) -> None:
         await asyncio.sleep(1)
         state.response_ids = np.zeros(sizes(), np.int8)
@@ -192,11 +194,11 @@ def a_task(buffer: ReplayBuffer, sizes: Callable[[], int], *, ahead: bool, name:
         if ahead
         else SyncProduceStrategy(buffer, progress=NoProgress())
     )
-    prompts = Sampler([{"prompt": f"q{number}"} for number in range(100)], prompt_repeat_k=k)
-    return Task(name=name, sampler=prompts, agent_loop=FunctionAgentLoop(answer), strategy=strategy)
+    prompts = Sampler([{"prompt": f"q{number}"} for number in range(100)], group_size=k)
+    return ManagedTask(name=name, sampler=prompts, agent_loop=FunctionAgentLoop(answer), strategy=strategy)
 
 
-async def train_ahead(buffer: ReplayBuffer, tasks: list[Task], batch: int, steps: int) -> None:
+async def train_ahead(buffer: ReplayBuffer, tasks: list[ManagedTask], batch: int, steps: int) -> None:
     async with DisaggregatedAgentLoopManager(tasks, buffer) as manager:
         producer = asyncio.create_task(manager.produce_loop(batch))
         try:
@@ -212,7 +214,7 @@ async def train_ahead(buffer: ReplayBuffer, tasks: list[Task], batch: int, steps
                 producer.exception()
 
 
-async def train_in_turns(buffer: ReplayBuffer, tasks: list[Task], batch: int, steps: int) -> None:
+async def train_in_turns(buffer: ReplayBuffer, tasks: list[ManagedTask], batch: int, steps: int) -> None:
     async with AgentLoopManager(tasks, buffer) as manager:
         for step in range(1, steps + 1):
             async with manager.produce_batch(batch, step, model_step=step - 1):

@@ -7,6 +7,7 @@ import json
 import os
 import sqlite3
 import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -417,6 +418,17 @@ def test_fix_writes_the_log_of_a_killed_process_back(store: Path, tmp_path: Path
 
 # --- produce ------------------------------------------------------------------------------------------
 
+LOADERS = """
+    from forebay import AsyncRolloutLoader, RolloutLoader, Task
+    from forebay.testing.simulate import SimulatedEngine
+
+    task = Task("math", [{"prompt": "1 + 1"}], SimulatedEngine())
+    nothing = lambda: None
+    in_turns = lambda: RolloutLoader(task, batch_groups=4)
+    ahead = lambda: RolloutLoader(task, batch_groups=4, max_staleness=1)
+    by_tokens = lambda: AsyncRolloutLoader(task, batch_tokens=4, max_staleness=1)
+    """
+
 
 @pytest.mark.parametrize(
     ("config", "code", "message"),
@@ -426,6 +438,13 @@ def test_fix_writes_the_log_of_a_killed_process_back(store: Path, tmp_path: Path
         ("missing.toml", 1, "No such file"),
         ("run.toml", 1, "cannot be shared with a trainer in another process"),
         ("typo.toml", 1, "unknown field `batch_sise`"),
+        ("both.toml", 1, "either a table [manager], or loader=MODULE:FUNCTION"),
+        ("twice.toml", 1, "[produce] has agent_loop, which the loader already has"),
+        ("loaders:nothing", 1, "loaders:nothing returns None; expected a RolloutLoader"),
+        ("loaders:in_turns", 1, "loaders:in_turns returns a loader with mode='in_turns'"),
+        ("loaders:ahead", 1, "cannot be shared with a trainer in another process"),
+        ("loaders:by_tokens", 1, "loaders:by_tokens has batch_tokens"),
+        ("loader.toml", 1, "cannot be shared with a trainer in another process"),
     ],
 )
 def test_produce_refuses_what_cannot_work(
@@ -442,6 +461,11 @@ def test_produce_refuses_what_cannot_work(
     Path("math.jsonl").write_text('{"prompt": "1 + 1"}\n')
     Path("run.toml").write_text(textwrap.dedent(content))
     Path("typo.toml").write_text(textwrap.dedent(content) + "batch_sise = 4\n")
-    result = run("produce", config, "--batch-size", "4")
+    Path("both.toml").write_text(textwrap.dedent(content) + 'loader = "loaders:ahead"\n')
+    Path("loader.toml").write_text('[produce]\nloader = "loaders:ahead"\n')
+    Path("twice.toml").write_text('[produce]\nloader = "loaders:ahead"\nagent_loop = "loops:make"\n')
+    Path("loaders.py").write_text(textwrap.dedent(LOADERS))
+    monkeypatch.delitem(sys.modules, "loaders", raising=False)
+    result = run("produce", config, *(["--batch-size", "4"] if config in ("run.toml", "typo.toml") else []))
     assert result.exit_code == code
     assert message in result.stderr

@@ -211,7 +211,7 @@ max_groups = 512
 [[manager.tasks]]
 name = "math"
 weight = 2
-prompt_repeat_k = 4
+group_size = 4
 dataset = "{dataset}"
 strategy = {{ enable_partial_rollout = true, over_sample_threshold = 0.5, timeouts = {{ member_timeout_s = 60 }} }}
 

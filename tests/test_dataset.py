@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from forebay import RolloutState
 from forebay.codec.frame import encode_group
 from forebay.errors import DamagedData, InvalidDataset, InvalidInput, InvalidRecord, UnreadableData
-from forebay.prompts import sources
+from forebay.prompts import jsonl
+from forebay.prompts.jsonl import JSONLDataset
 from forebay.prompts.loader import LoaderSource, pack_loader_state, unpack_loader_state
-from forebay.prompts.sources import JSONLDataset, MapSource, Source, open_source, shuffled_index
+from forebay.prompts.sources import MapSource, Source, open_source, shuffled_index
 
 
 def order(seed: int, epoch: int, size: int) -> list[int]:
@@ -32,7 +33,8 @@ def opened(dataset: Any) -> Source:
 
 
 def read(source: Source, n: int, start: int = 0) -> list[Any]:
-    return [source.read(cursor)[1] for cursor in range(start, start + n)]
+    found = [source.read(cursor) for cursor in range(start, start + n)]
+    return [each[1] for each in found if each is not None]
 
 
 # --- order --------------------------------------------------------------------------------------------
@@ -603,7 +605,7 @@ def test_a_garbage_line_is_named_by_its_index(tmp_path: Path, line: bytes, said:
 def test_a_line_beyond_the_limit_is_one_bad_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blanks: bytes
 ) -> None:
-    monkeypatch.setattr(sources, "_MAX_LINE_BYTES", 32)
+    monkeypatch.setattr(jsonl, "_MAX_LINE_BYTES", 32)
     long = blanks + b'{"prompt": "' + b"x" * 200 + b'"}'
     for end in (b"\n", b'\n{"prompt": "c"}\n'):
         source = opened(written(tmp_path / f"{len(end)}.jsonl", b'{"prompt": "a"}\n' + long + end))
@@ -617,7 +619,7 @@ def test_a_line_beyond_the_limit_is_one_bad_record(
 
 def test_a_line_at_the_limit_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = b'{"prompt": "abc"}\n'
-    monkeypatch.setattr(sources, "_MAX_LINE_BYTES", len(line))
+    monkeypatch.setattr(jsonl, "_MAX_LINE_BYTES", len(line))
     assert read(opened(written(tmp_path / "d.jsonl", line * 3)), 3) == [{"prompt": "abc"}] * 3
 
 

@@ -50,7 +50,7 @@ def short_warm_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_short_demo_trains_reports_and_closes_its_ledger(tmp_path: Path) -> None:
-    arguments = ("--steps", "4", "--save-every", "2", "--colocated")
+    arguments = ("--steps", "4", "--save-every", "2", "--mode", "in_turns")
     result = finished("-m", "forebay.cli", "demo", *arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert_reported(tmp_path / "runs" / "demo-1", result.stdout)
@@ -58,7 +58,7 @@ def test_a_short_demo_trains_reports_and_closes_its_ledger(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("short_warm_start")
 def test_a_demo_goes_on_where_it_was(tmp_path: Path, forebay: Callable[..., Result]) -> None:
-    first = forebay("--steps", "2", "--save-every", "1", "--tasks", "add", "--colocated")
+    first = forebay("--steps", "2", "--save-every", "1", "--tasks", "add", "--mode", "in_turns")
     assert first.exit_code == 0, first.output
     assert_reported(tmp_path / "runs" / "demo-1", first.stdout)
     second = forebay("--steps", "4", "--save-every", "2", "--tasks", "add", "--resume")
@@ -70,6 +70,7 @@ def test_a_demo_goes_on_where_it_was(tmp_path: Path, forebay: Callable[..., Resu
 
 def assert_reported(directory: Path, output: str) -> None:
     assert "supervised warm start" in output
+    assert "prompts that it was never trained on: add 0." in output
     assert "It is closed" in output
     assert audit(directory) == []
     page = (directory / "report.html").read_text()
@@ -151,7 +152,7 @@ def test_a_demo_that_is_stopped_before_its_first_step_still_sums_up(tmp_path: Pa
     said: list[str] = []
     nothing = Outcome(last_step=0, ledger={}, reasons={}, held={}, records=[])
     summarise(Settings(out=tmp_path, steps=9, tasks=("add",)), nothing, said.append)
-    assert said[-1] == "stopped at step 0 of 9; go on with --resume"
+    assert said[-1] == "stopped at step 0 of 9; continue with --resume"
 
 
 # --- the account --------------------------------------------------------------------------------------

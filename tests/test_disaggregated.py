@@ -22,7 +22,6 @@ from forebay import (
     ProduceError,
     ProducerState,
     ProducerStopped,
-    ProduceStatus,
     ReplayBuffer,
     RolloutState,
     Status,
@@ -30,10 +29,11 @@ from forebay import (
     Timeouts,
     TooManyFailures,
     WaitTimeout,
+    WeightsTooOld,
 )
 from forebay.core.staleness import group_staleness
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, SimulationStuck, run
-from tests.support import turns
+from tests.support import taken, turns
 from tests.test_manager import Plane, by_group, failing
 from tests.test_strategy import Counted, after, answer, at_once, ids, never, now, simulated, sorted_ids
 
@@ -154,7 +154,7 @@ async def test_what_expires_below_the_bound_is_generated_again() -> None:
         await asyncio.sleep(10)
         assert await plane.ledger() == {"issued": 4, "buffered": 4}
         await sync_weights(plane, 2)
-        batch = await plane.manager.get_batch(2, 3)
+        batch = await taken(plane.manager.get_batch(2, 3))
         assert {spans for group in batch.groups for state in group for spans in state.version_spans} == {(2, 3)}
         await asyncio.sleep(10)
         ledger = await plane.ledger()
@@ -167,7 +167,6 @@ async def test_rejected_and_returned_groups_are_refilled_and_used() -> None:
     plane = disaggregated(loop=after(1))
     async with producing(plane):
         async with plane.manager.get_batch(2, 1) as batch:
-            assert batch.lease is not None
             await batch.lease.reject(batch.groups[:1], "no gradient")
             await asyncio.sleep(10)
             assert await plane.ledger() == {"issued": 3, "buffered": 1, "leased": 1, "discarded": 1}
@@ -210,7 +209,7 @@ async def test_a_batch_is_waited_for_and_full() -> None:
         assert now() == 5.0, "woken by the last group itself"
         assert batch.task_batch_sizes == {"b": 2, "a": 5, "c": 0}
         assert {name: len(groups) for name, groups in batch.groups_by_task.items()} == {"b": 2, "a": 5}
-        assert (batch.status, batch.wait_s) == (ProduceStatus.NORMAL, 5.0)
+        assert batch.wait_s == 5.0
         assert batch.task_results["a"].group_gen_mean_s == 5.0
     assert await plane.ledger("a") == {"issued": 5, "trained": 5}
 
@@ -223,23 +222,31 @@ async def test_a_batch_that_is_ready_is_handed_out_though_the_producer_is_at_its
         await asyncio.sleep(10)
         for step in range(1, 5):
             assert plane.manager.progress.producer_future_step > plane.manager.bound
-            batch = await plane.manager.get_batch(2, step)
-            assert (batch.status, len(batch.groups), batch.wait_s) == (ProduceStatus.NORMAL, 2, 0.0)
+            batch = await taken(plane.manager.get_batch(2, step))
+            assert (len(batch.groups), batch.wait_s) == (2, 0.0)
 
 
 @simulated
-async def test_weights_too_old_for_a_step_give_an_empty_batch_and_the_same_step_again() -> None:
+async def test_weights_too_old_for_a_step_are_an_error_that_changes_nothing_and_the_step_is_asked_for_again() -> None:
     plane = disaggregated()
     async with producing(plane):
-        await plane.manager.get_batch(2, 1)
-        async with plane.manager.get_batch(2, 2) as batch:
-            assert (batch.status, batch.groups, batch.lease) == (ProduceStatus.EXPIRED_BATCH, [], None)
-            assert batch.task_batch_sizes == {"math": 2}
-        assert plane.manager.next_train_step == 2, "an empty batch is no step"
-        assert (await plane.manager.get_batch(2, 2)).status is ProduceStatus.EXPIRED_BATCH
+        await taken(plane.manager.get_batch(2, 1))
+        before = await plane.ledger()
+        explained = (
+            r"for train step 2: .* weights of step 0 .* \(they are fresh enough up to step 1\); update the weights"
+        )
+        for _ in range(2):
+            with pytest.raises(WeightsTooOld, match=explained) as raised:
+                await plane.manager.get_batch(2, 2)
+            assert (raised.value.step, raised.value.model_step) == (2, 0)
+        with pytest.raises(WeightsTooOld):
+            async with plane.manager.get_batch(2, 2):
+                pytest.fail("there is no batch")
+        assert plane.manager.next_train_step == 2, "no step was done"
+        assert await plane.ledger() == before == {"issued": 2, "trained": 2}
         await sync_weights(plane, 1)
-        batch = await plane.manager.get_batch(2, 2)
-        assert (batch.status, len(batch.groups)) == (ProduceStatus.NORMAL, 2)
+        batch = await taken(plane.manager.get_batch(2, 2))
+        assert len(batch.groups) == 2
         assert batch.task_results["math"].produced_groups == 2, "asking in vain took nothing from the figures"
 
 
@@ -247,10 +254,10 @@ async def test_weights_too_old_for_a_step_give_an_empty_batch_and_the_same_step_
 async def test_a_wait_ends_when_newer_weights_come_and_not_before() -> None:
     plane = disaggregated(loop=after(5))
     async with producing(plane):
-        await plane.manager.get_batch(2, 1)
+        await taken(plane.manager.get_batch(2, 1))
         await plane.manager.pause_produce()
         await plane.manager.continue_produce(1)
-        assert len((await plane.manager.get_batch(2, 2)).groups) == 2
+        assert len((await taken(plane.manager.get_batch(2, 2))).groups) == 2
         assert now() == 10.0
 
 
@@ -260,25 +267,14 @@ def test_weights_synced_every_four_steps_are_synced_four_times_in_sixteen(second
 
     async def main() -> None:
         plane = disaggregated(loop=after(seconds), interval=4, max_staleness=0, over_sample_threshold=0.5)
-        syncs = empty = 0
         async with producing(plane, 4):
-            step = 1
-            while step <= 16:
-                async with plane.manager.get_batch(4, step) as batch:
-                    if batch.status is ProduceStatus.NORMAL:
-                        assert len(batch.groups) == 4
-                        assert max(group_staleness(group, step) for group in batch.groups) < 4
-                        await asyncio.sleep(1)
-                if batch.status is ProduceStatus.EXPIRED_BATCH:
-                    empty += 1
-                    await sync_weights(plane, step - 1)
-                    syncs += 1
-                    continue
+            for step in range(1, 17):
+                async with plane.manager.get_batch(4, step) as batch:  # never WeightsTooOld
+                    assert len(batch.groups) == 4
+                    assert max(group_staleness(group, step) for group in batch.groups) < 4
+                    await asyncio.sleep(1)
                 if step % 4 == 0:
                     await sync_weights(plane, step)
-                    syncs += 1
-                step += 1
-        assert (syncs, empty) == (4, 0)
         assert (await plane.ledger())["trained"] == 64
 
     for seed in range(3):
@@ -286,17 +282,45 @@ def test_weights_synced_every_four_steps_are_synced_four_times_in_sixteen(second
 
 
 @simulated
-async def test_a_batch_is_taken_for_good_or_leased() -> None:
+async def test_a_batch_is_leased_until_it_is_acknowledged_or_given_back() -> None:
     plane = disaggregated(interval=3)
     async with producing(plane):
-        taken = await plane.manager.get_batch(2, 1)
-        assert taken.lease is None
+        await asyncio.sleep(10)
+        awaited = await plane.manager.get_batch(2, 1)
+        assert (awaited.step, awaited.open, plane.manager.next_train_step) == (1, True, 1)
+        assert await plane.ledger() == {"issued": 6, "buffered": 4, "leased": 2}
+        await awaited.ack()
+        assert (awaited.open, plane.manager.next_train_step) == (False, 2)
+        assert await plane.ledger() == {"issued": 6, "buffered": 4, "trained": 2}
         with pytest.raises(RuntimeError, match="out of memory"):
             async with plane.manager.get_batch(2, 2) as first:
                 raise RuntimeError("out of memory")
+        returned = await plane.manager.get_batch(2, 2)
+        assert sorted_ids(returned.groups) == sorted_ids(first.groups)
+        await returned.nack()
+        assert await plane.ledger() == {"issued": 6, "buffered": 4, "trained": 2}
         async with plane.manager.get_batch(2, 2) as second:
             assert sorted_ids(second.groups) == sorted_ids(first.groups)
         assert plane.manager.next_train_step == 3
+
+
+@simulated
+async def test_an_awaited_batch_can_be_entered_later() -> None:
+    plane = disaggregated(interval=2)
+    async with producing(plane):
+        batch = await plane.manager.get_batch(2, 1)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            async with batch:
+                raise RuntimeError("out of memory")
+        assert not batch.open
+        assert plane.manager.next_train_step == 1
+        assert (await plane.ledger()).get("leased", 0) == 0
+        batch = await plane.manager.get_batch(2, 1)
+        async with batch as entered:
+            assert entered is batch
+            assert (await plane.ledger())["leased"] == 2
+        assert plane.manager.next_train_step == 2
+        assert (await plane.ledger())["trained"] == 2
 
 
 @simulated
@@ -307,7 +331,7 @@ async def test_a_lost_lease_is_an_error_and_the_step_gets_a_full_batch_again() -
             async with plane.manager.get_batch(2, 1):
                 await plane.buffer.storage.release(plane.buffer.owner)
         assert plane.manager.next_train_step == 1
-        assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+        assert len((await taken(plane.manager.get_batch(2, 1))).groups) == 2
 
 
 @simulated
@@ -315,8 +339,7 @@ async def test_a_batch_lost_at_the_bound_with_its_groups_was_waited_for_for_ever
     """The producer had gone to wait for newer weights, and was not told that the step is to be done after all."""
     plane = disaggregated(loop=after(1))
     async with producing(plane):
-        batch = await plane.manager.get_batch(2, 1).__aenter__()
-        assert batch.lease is not None
+        batch = await plane.manager.get_batch(2, 1)
         settle = batch.lease._settle
 
         async def late(*args: Any) -> None:
@@ -328,7 +351,7 @@ async def test_a_batch_lost_at_the_bound_with_its_groups_was_waited_for_for_ever
         batch.lease._settle = late
         with pytest.raises(LostLease):
             await batch.lease.ack()
-        assert len((await plane.manager.get_batch(2, 1, timeout_s=100)).groups) == 2
+        assert len((await taken(plane.manager.get_batch(2, 1, timeout_s=100))).groups) == 2
 
 
 @simulated
@@ -337,8 +360,7 @@ async def test_a_batch_lost_after_the_next_step_was_asked_for_needs_newer_weight
     calls = Counted(after(1))
     plane = disaggregated(loop=calls)
     async with producing(plane):
-        batch = await plane.manager.get_batch(2, 1).__aenter__()
-        assert batch.lease is not None
+        batch = await plane.manager.get_batch(2, 1)
         settle = batch.lease._settle
 
         async def late(*args: Any) -> None:
@@ -349,35 +371,74 @@ async def test_a_batch_lost_after_the_next_step_was_asked_for_needs_newer_weight
         batch.lease._settle = late
         acknowledging = asyncio.ensure_future(batch.lease.ack())
         await asyncio.sleep(1)
-        assert (await plane.manager.get_batch(2, 2)).status is ProduceStatus.EXPIRED_BATCH
+        with pytest.raises(WeightsTooOld):
+            await plane.manager.get_batch(2, 2)
         with pytest.raises(LostLease):
             await acknowledging
         begun = len(calls.samples)
-        assert (await plane.manager.get_batch(2, 1)).status is ProduceStatus.EXPIRED_BATCH
+        with pytest.raises(WeightsTooOld):
+            await plane.manager.get_batch(2, 1)
         await asyncio.sleep(50)
         assert len(calls.samples) == begun
         await sync_weights(plane, 1)
         for step in (1, 2):
-            assert len((await plane.manager.get_batch(2, step)).groups) == 2
+            assert len((await taken(plane.manager.get_batch(2, step))).groups) == 2
 
 
 @simulated
 async def test_two_batches_may_be_held_at_a_time() -> None:
     plane = disaggregated(loop=after(1), interval=2)
     async with producing(plane):
-        async with plane.manager.get_batch(2, 1) as first, plane.manager.get_batch(2, 2) as second:
-            assert not set(ids(first.groups)) & set(ids(second.groups))
+        first, second = [await plane.manager.get_batch(2, step) for step in (1, 2)]
+        assert not set(ids(first.groups)) & set(ids(second.groups))
+        await first.ack()
+        await second.ack()
         assert plane.manager.next_train_step == 3
         assert await plane.ledger() == {"issued": 4, "trained": 4}
+
+
+@simulated
+async def test_batches_are_acknowledged_in_order_of_their_steps() -> None:
+    plane = disaggregated(loop=after(1), interval=3)
+    async with producing(plane):
+        first, second, third = [await plane.manager.get_batch(2, step) for step in (1, 2, 3)]
+        await asyncio.sleep(10)
+        leased = {"issued": 6, "leased": 6}
+        assert await plane.ledger() == leased
+        plan = plane.manager.progress.dump()
+        for late in (third, second):
+            refused = f"train step {late.step} is acknowledged, but the batch of step 1 is still leased"
+            with pytest.raises(InvalidInput, match=refused):
+                await late.ack()
+            assert late.open
+        assert await plane.ledger() == leased
+        assert plane.manager.progress.dump() == plan
+        await first.ack()
+        with pytest.raises(InvalidInput, match="train step 3 is acknowledged, but the batch of step 2 is still leased"):
+            await third.ack()
+        await second.nack()
+        await third.ack()  # given back is as good: nothing of it is held
+        assert plane.manager.next_train_step == 4
+        assert await plane.ledger() == {"issued": 6, "buffered": 2, "trained": 4}
+
+
+@simulated
+async def test_a_block_that_ends_before_that_of_an_earlier_step_gives_its_batch_back() -> None:
+    plane = disaggregated(loop=after(1), interval=3)
+    async with producing(plane):
+        with pytest.raises(InvalidInput, match="the batch of step 1 is still leased"):
+            async with plane.manager.get_batch(2, 1), plane.manager.get_batch(2, 2):
+                pass
+        assert (await plane.ledger()).get("leased", 0) == 0
 
 
 @simulated
 async def test_a_step_that_was_acknowledged_is_refused() -> None:
     plane = disaggregated(interval=2)
     async with producing(plane):
-        await plane.manager.get_batch(2, 1)
+        await taken(plane.manager.get_batch(2, 1))
         with pytest.raises(InvalidInput, match="train step 1 was already acknowledged; the next one is 2"):
-            await plane.manager.get_batch(2, 1)
+            await taken(plane.manager.get_batch(2, 1))
 
 
 @simulated
@@ -387,23 +448,23 @@ async def test_another_batch_size_is_refused_and_does_not_stop_the_producer() ->
     async with producing(plane) as producer:
         for step in (1, 3, 4):
             with pytest.raises(InvalidInput, match="get_batch asks for 5 groups, but produce_loop fills steps of 2"):
-                await plane.manager.get_batch(5, step)
+                await taken(plane.manager.get_batch(5, step))
         await asyncio.sleep(10)
         assert not producer.done()
-        assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+        assert len((await taken(plane.manager.get_batch(2, 1))).groups) == 2
 
 
 @simulated
 async def test_a_producer_of_another_batch_size_than_before_plans_anew() -> None:
     plane = disaggregated({"a": 2, "b": 1}, interval=2)
     producer = asyncio.create_task(plane.manager.produce_loop(3))
-    await plane.manager.get_batch(3, 1)
+    await taken(plane.manager.get_batch(3, 1))
     await asyncio.sleep(5)
     producer.cancel()
     with pytest.raises(asyncio.CancelledError):
         await producer
     async with producing(plane, 6):
-        batch = await plane.manager.get_batch(6, 2)
+        batch = await taken(plane.manager.get_batch(6, 2))
         assert batch.task_batch_sizes == {"a": 4, "b": 2}
 
 
@@ -412,7 +473,7 @@ def test_numbers_that_make_no_sense_are_refused(arguments: tuple[Any, Any]) -> N
     async def main() -> None:
         plane = disaggregated()
         with pytest.raises(InvalidInput, match=r"batch_size is|train_step is"):
-            await plane.manager.get_batch(*arguments)
+            await taken(plane.manager.get_batch(*arguments))
         if arguments[0] != 2:
             with pytest.raises(InvalidInput, match="batch_size is"):
                 await plane.manager.produce_loop(arguments[0])
@@ -427,7 +488,7 @@ async def test_a_run_that_starts_from_later_weights_produced_every_step_before_t
     async with producing(plane):
         await asyncio.sleep(50)
         assert await plane.ledger() == {"issued": 2, "buffered": 2}
-        assert len((await plane.manager.get_batch(2, 101)).groups) == 2
+        assert len((await taken(plane.manager.get_batch(2, 101))).groups) == 2
         await asyncio.sleep(50)
         assert await plane.ledger() == {"issued": 2, "trained": 2}
         assert plane.manager.next_train_step == 102
@@ -437,10 +498,11 @@ async def test_a_run_that_starts_from_later_weights_produced_every_step_before_t
 async def test_steps_that_the_trainer_leaves_out_are_not_produced() -> None:
     plane = disaggregated(loop=after(1))
     async with producing(plane):
-        await plane.manager.get_batch(2, 1)
-        assert (await plane.manager.get_batch(2, 41)).status is ProduceStatus.EXPIRED_BATCH
+        await taken(plane.manager.get_batch(2, 1))
+        with pytest.raises(WeightsTooOld):
+            await plane.manager.get_batch(2, 41)
         await sync_weights(plane, 40)
-        assert len((await plane.manager.get_batch(2, 41)).groups) == 2
+        assert len((await taken(plane.manager.get_batch(2, 41))).groups) == 2
         await asyncio.sleep(50)
         assert await plane.ledger() == {"issued": 4, "trained": 4}
 
@@ -450,27 +512,26 @@ async def test_asking_beyond_the_bound_made_the_steps_before_it_unfillable() -> 
     """Everything was judged for the step that was asked for: too old on arrival, generated again, without end."""
     plane = disaggregated(loop=after(1))
     async with producing(plane):
-        async with plane.manager.get_batch(2, 2) as ahead:
-            assert (ahead.status, ahead.groups) == (ProduceStatus.EXPIRED_BATCH, [])
-        held = await plane.manager.get_batch(2, 1).__aenter__()
+        with pytest.raises(WeightsTooOld):
+            await plane.manager.get_batch(2, 2)
+        held = await plane.manager.get_batch(2, 1)
         for step in (2, 1_000):
-            assert (await plane.manager.get_batch(2, step)).status is ProduceStatus.EXPIRED_BATCH
-        assert held.lease is not None
+            with pytest.raises(WeightsTooOld):
+                await plane.manager.get_batch(2, step)
         await held.lease.nack()
         await asyncio.sleep(50)
         assert await plane.ledger() == {"issued": 2, "buffered": 2}
-        assert len((await plane.manager.get_batch(2, 1, timeout_s=50)).groups) == 2
+        assert len((await taken(plane.manager.get_batch(2, 1, timeout_s=50))).groups) == 2
 
 
 @simulated
 async def test_a_trainer_that_goes_back_to_a_step_it_left_out_gets_it() -> None:
     plane = disaggregated(loop=after(1), interval=8)
     async with producing(plane):
-        first = await plane.manager.get_batch(2, 5).__aenter__()
-        assert first.lease is not None
+        first = await plane.manager.get_batch(2, 5)
         await first.lease.nack()
         for step in (2, 3, 5, 6):
-            assert len((await plane.manager.get_batch(2, step, timeout_s=50)).groups) == 2
+            assert len((await taken(plane.manager.get_batch(2, step, timeout_s=50))).groups) == 2
 
 
 # --- weight updates -------------------------------------------------------------------------------------
@@ -509,7 +570,7 @@ async def test_a_pause_says_how_long_it_took() -> None:
         assert await plane.manager.pause_produce() == 0.0
         engine.set_weights(1)
         await plane.manager.continue_produce(1)
-        batch = await plane.manager.get_batch(2, 1)
+        batch = await taken(plane.manager.get_batch(2, 1))
         assert batch.task_results["math"].pause_time_s == 2.0
 
 
@@ -539,7 +600,7 @@ async def test_loops_that_take_weights_while_they_run_are_not_stopped() -> None:
         assert plane.manager.producer_state is ProducerState.RUNNING
         assert (await plane.ledger())["in_flight"] == 2
         await plane.manager.continue_produce(1)
-        assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+        assert len((await taken(plane.manager.get_batch(2, 1))).groups) == 2
         assert now() == 10.0
         assert len(calls.samples) == 4, "every sample was generated once"
 
@@ -556,7 +617,7 @@ async def test_a_loop_that_takes_weights_while_it_runs_was_stopped_because_of_an
             {"issued": 1, "buffered": 1},
         )
         await plane.manager.continue_produce(1)
-        await plane.manager.get_batch(2, 1)
+        await taken(plane.manager.get_batch(2, 1))
         assert now() == 15.0
         assert (len(taking.samples), len(stopping.samples)) == (2, 4)
 
@@ -632,7 +693,7 @@ async def test_a_pause_before_the_producer_starts_holds_it() -> None:
         await asyncio.sleep(50)
         assert calls.samples == []
         await plane.manager.continue_produce(0)
-        assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+        assert len((await taken(plane.manager.get_batch(2, 1))).groups) == 2
 
 
 # --- failures -------------------------------------------------------------------------------------------
@@ -648,7 +709,7 @@ async def test_a_failure_of_the_producer_surfaces_in_a_waiting_get_batch_and_in_
     )
     producer = asyncio.create_task(plane.manager.produce_loop(2))
     with pytest.raises(ProducerStopped, match="the producer failed: TooManyFailures: 3 attempts in a row at") as caught:
-        await plane.manager.get_batch(2, 1)
+        await taken(plane.manager.get_batch(2, 1))
     assert isinstance(caught.value.__cause__, TooManyFailures)
     assert now() == 3.0
     with pytest.raises(TooManyFailures):
@@ -656,13 +717,13 @@ async def test_a_failure_of_the_producer_surfaces_in_a_waiting_get_batch_and_in_
     await plane.check_idle()
     for step in (1, 2):
         with pytest.raises(ProducerStopped, match="the producer failed"):
-            await plane.manager.get_batch(2, step)
+            await taken(plane.manager.get_batch(2, step))
     assert "producer failed: 3 attempts" in await plane.manager.explain_wait()
 
     plane.loops["bad"].function = at_once  # type: ignore[attr-defined]
     plane.loops["good"].function = at_once  # type: ignore[attr-defined]
     async with producing(plane):
-        assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+        assert len((await taken(plane.manager.get_batch(2, 1))).groups) == 2
 
 
 @simulated
@@ -678,19 +739,19 @@ async def test_a_failure_was_hidden_until_everything_was_used_up() -> None:
     await asyncio.sleep(20)
     assert (await plane.ledger())["buffered"] >= 6
     with pytest.raises(ProducerStopped, match="its groups are kept"):
-        await plane.manager.get_batch(2, 1)
+        await taken(plane.manager.get_batch(2, 1))
     with pytest.raises(TooManyFailures):
         await producer
     plane.loops["math"].function = at_once  # type: ignore[attr-defined]
     async with producing(plane):
-        assert sorted_ids((await plane.manager.get_batch(2, 1)).groups) == [0, 1], "it is kept"
+        assert sorted_ids((await taken(plane.manager.get_batch(2, 1))).groups) == [0, 1], "it is kept"
 
 
 @simulated
 async def test_a_producer_that_was_never_started_is_an_error_at_once() -> None:
     plane = disaggregated()
     with pytest.raises(ProducerStopped, match="produce_loop is not running; start it with"):
-        await plane.manager.get_batch(2, 1)
+        await taken(plane.manager.get_batch(2, 1))
     assert now() == 0
 
 
@@ -698,7 +759,7 @@ async def test_a_producer_that_was_never_started_is_an_error_at_once() -> None:
 async def test_a_producer_that_is_started_just_now_is_one() -> None:
     plane = disaggregated(loop=after(1))
     producer = asyncio.create_task(plane.manager.produce_loop(2))
-    assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+    assert len((await taken(plane.manager.get_batch(2, 1))).groups) == 2
     await plane.manager.shutdown()
     await producer
 
@@ -727,11 +788,12 @@ async def test_what_is_there_is_handed_out_without_a_producer() -> None:
     producer.cancel()
     await asyncio.wait([producer])
     for step in (1, 2):
-        assert len((await plane.manager.get_batch(2, step)).groups) == 2
-    assert (await plane.manager.get_batch(2, 3)).status is ProduceStatus.EXPIRED_BATCH
+        assert len((await taken(plane.manager.get_batch(2, step))).groups) == 2
+    with pytest.raises(WeightsTooOld):
+        await plane.manager.get_batch(2, 3)
     await plane.manager.continue_produce(2)
     with pytest.raises(ProducerStopped):
-        await plane.manager.get_batch(2, 3)
+        await taken(plane.manager.get_batch(2, 3))
 
 
 @simulated
@@ -741,7 +803,7 @@ async def test_one_producer_at_a_time() -> None:
         await asyncio.sleep(1)
         with pytest.raises(InvalidInput, match="produce_loop is already running"):
             await plane.manager.produce_loop(2)
-        assert len((await plane.manager.get_batch(2, 1)).groups) == 2
+        assert len((await taken(plane.manager.get_batch(2, 1))).groups) == 2
 
 
 @simulated
@@ -751,7 +813,7 @@ async def test_a_function_that_stops_before_the_step_is_full_kept_the_producer_b
     )
     producer = asyncio.create_task(plane.manager.produce_loop(4))
     with pytest.raises(ProducerStopped, match="should_continue_fn of task 'math' stopped at 3 of 4 groups"):
-        await plane.manager.get_batch(4, 1)
+        await taken(plane.manager.get_batch(4, 1))
     with pytest.raises(ProduceError):
         await producer
     await plane.check_idle()
@@ -763,7 +825,7 @@ async def test_a_timeout_explains_what_is_missing() -> None:
     plane = disaggregated({"math": 2, "code": 1}, loop={"math": by_group(1, 500), "code": at_once}, buffer=buffer)
     async with producing(plane, 3):
         with pytest.raises(WaitTimeout) as caught:
-            await plane.manager.get_batch(3, 1, timeout_s=60)
+            await taken(plane.manager.get_batch(3, 1, timeout_s=60))
         assert now() == 60.0
         text = caught.value.explanation
         assert str(caught.value).startswith(
@@ -777,9 +839,9 @@ async def test_a_timeout_explains_what_is_missing() -> None:
         assert "producer running, filling step 1, at most up to 1" in text
         assert await plane.ledger("code") == {"issued": 1, "buffered": 1}, "nothing was taken"
         with pytest.raises(WaitTimeout):
-            await plane.manager.get_batch(3, 1, timeout_s=0)
+            await taken(plane.manager.get_batch(3, 1, timeout_s=0))
         with pytest.raises(InvalidInput, match="timeout_s is 'soon'"):
-            await plane.manager.get_batch(3, 1, timeout_s="soon")  # type: ignore[arg-type]
+            await taken(plane.manager.get_batch(3, 1, timeout_s="soon"))  # type: ignore[arg-type]
 
 
 @simulated
@@ -797,7 +859,7 @@ async def test_a_paused_producer_is_said_to_be_paused() -> None:
     async with producing(plane):
         await plane.manager.pause_produce()
         with pytest.raises(WaitTimeout, match="producer paused, filling step 1"):
-            await plane.manager.get_batch(2, 1, timeout_s=5)
+            await taken(plane.manager.get_batch(2, 1, timeout_s=5))
         await plane.manager.continue_produce(0)
 
 
@@ -847,7 +909,7 @@ async def test_a_shutdown_ends_a_paused_producer_and_one_at_its_bound() -> None:
         if paused:
             await plane.manager.pause_produce()
         else:
-            await plane.manager.get_batch(2, 1)  # now it waits for newer weights
+            await taken(plane.manager.get_batch(2, 1))  # now it waits for newer weights
         await asyncio.sleep(10)
         await plane.manager.shutdown()
         await producer
@@ -870,7 +932,7 @@ async def test_a_buffer_closed_under_the_producer_ends_it() -> None:
     await plane.buffer.close()
     await producer
     with pytest.raises(BufferClosed):
-        await plane.manager.get_batch(2, 1)
+        await taken(plane.manager.get_batch(2, 1))
     await plane.manager.shutdown()
 
 
@@ -973,7 +1035,7 @@ def test_nobody_polls_while_nothing_happens() -> None:
     async def main() -> None:
         plane = disaggregated()
         producer = asyncio.create_task(plane.manager.produce_loop(2))
-        await plane.manager.get_batch(2, 1)
+        await taken(plane.manager.get_batch(2, 1))
         await producer
 
     with pytest.raises(SimulationStuck, match="nothing is ready and no timer is set"):

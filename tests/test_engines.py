@@ -27,6 +27,7 @@ from forebay import (
     FunctionAgentLoop,
     InvalidConfig,
     InvalidInput,
+    ManagedTask,
     NoProgress,
     OpenAIAgentLoop,
     ReplayBuffer,
@@ -34,7 +35,6 @@ from forebay import (
     SampleParams,
     Sampler,
     Status,
-    Task,
     Timeouts,
 )
 from forebay.agent_loop.monitor import Unreachable
@@ -95,7 +95,7 @@ async def plane(
         progress=NoProgress(),
         timeouts=Timeouts(**timeouts),
     )
-    task = Task(name="math", sampler=Sampler(PROMPTS, prompt_repeat_k=2), agent_loop=loop, strategy=strategy)
+    task = ManagedTask(name="math", sampler=Sampler(PROMPTS, group_size=2), agent_loop=loop, strategy=strategy)
     async with DisaggregatedAgentLoopManager([task], buffer) as manager:
         yield manager, buffer
 
@@ -566,12 +566,12 @@ async def test_g13_several_servers_are_updated_together_or_none_of_their_tokens_
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(EngineServer(started_with=weights(0))) for _ in range(2)]
         controls = [VLLMControl(server.root) for server in servers]
-        tasks: list[Task] = []
+        tasks: list[ManagedTask] = []
         for server, control in zip(servers, controls, strict=True):
             loop = await stack.enter_async_context(loop_of(server, engine=control))
             strategy = AsyncProduceStrategy(buffer, over_sample_threshold=1.0, max_staleness=3, progress=NoProgress())
             name = f"task {len(tasks)}"
-            tasks.append(Task(name=name, sampler=Sampler(PROMPTS), agent_loop=loop, strategy=strategy))
+            tasks.append(ManagedTask(name=name, sampler=Sampler(PROMPTS), agent_loop=loop, strategy=strategy))
         manager = await stack.enter_async_context(DisaggregatedAgentLoopManager(tasks, buffer))
         producing = asyncio.create_task(manager.produce_loop(4))
         async with manager.get_batch(4, 1, timeout_s=HANG_S):

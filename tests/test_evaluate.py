@@ -63,7 +63,7 @@ def test_each_record_appears_once_in_order_whatever_fails(
         answer(state)
 
     async def main() -> None:
-        sampler = questions(records, prompt_repeat_k=members, shuffle=shuffle, seed=seed)
+        sampler = questions(records, group_size=members, shuffle=shuffle, seed=seed)
         for _ in range(2):
             result = await evaluate(
                 FunctionAgentLoop(generate),
@@ -102,16 +102,27 @@ def test_failed_samples_may_count_with_a_given_score() -> None:
     run(main)
 
 
-def test_bad_records_are_failures() -> None:
+@pytest.mark.parametrize("bad", [0, 1, 2])
+@pytest.mark.parametrize("epochs", [None, 1, 2])
+@pytest.mark.parametrize("most", [None, 1])
+def test_bad_records_are_failures_and_the_others_are_generated_once(
+    bad: int, epochs: int | None, most: int | None
+) -> None:
+    generated: list[int] = []
+
     async def generate(state: RolloutState) -> None:
+        generated.append(state.extra_fields["number"])
         answer(state)
 
     async def main() -> None:
-        records: list[Any] = [{"prompt": "eval 0"}, {"nothing": 1}, {"prompt": "eval 2"}]
+        records: list[Any] = [{"prompt": f"eval {number}", "number": number} for number in range(3)]
+        records[bad] = {"nothing": 1}
+        sampler = Sampler(records, skip_bad_records=True, epochs=epochs)
         result = await evaluate(
-            FunctionAgentLoop(generate), Sampler(records, skip_bad_records=True), model_step=0, progress=NoProgress()
+            FunctionAgentLoop(generate), sampler, model_step=0, max_in_flight=most, progress=NoProgress()
         )
-        assert list(result.failed) == [1]
+        assert list(result.failed) == [bad]
+        assert sorted(generated) == [number for number in range(3) if number != bad]
 
     run(main)
 

@@ -14,6 +14,7 @@ from forebay import (
     AsyncProduceStrategy,
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
+    ManagedTask,
     MemoryStorage,
     ReplayBuffer,
     RolloutState,
@@ -21,7 +22,6 @@ from forebay import (
     Status,
     Storage,
     SyncProduceStrategy,
-    Task,
     Timeouts,
     WaitTimeout,
 )
@@ -30,6 +30,7 @@ from forebay.core import aio as threads
 from forebay.produce import NoProgress
 from forebay.testing.simulate import run
 from tests.processes import HANG_S
+from tests.support import taken
 
 
 def answer(state: RolloutState) -> None:
@@ -55,7 +56,7 @@ def manager_of(
     buffer = ReplayBuffer(storage=storage, max_groups=max_groups, max_bytes=max_bytes)
     strategy = AsyncProduceStrategy(buffer, progress=NoProgress(), **options)
     sampler = Sampler([{"prompt": "q"}] * 9 if dataset is None else dataset)
-    task = Task(name="math", sampler=sampler, agent_loop=FunctionAgentLoop(generate), strategy=strategy)
+    task = ManagedTask(name="math", sampler=sampler, agent_loop=FunctionAgentLoop(generate), strategy=strategy)
     return DisaggregatedAgentLoopManager([task], buffer)
 
 
@@ -64,7 +65,7 @@ async def stuck(manager: DisaggregatedAgentLoopManager, seconds: float = 100) ->
     async with manager:
         producer = asyncio.create_task(manager.produce_loop(2))
         with pytest.raises(WaitTimeout) as late:
-            await manager.get_batch(2, 1, timeout_s=seconds)
+            await taken(manager.get_batch(2, 1, timeout_s=seconds))
     await producer
     return late.value.explanation
 
@@ -128,7 +129,7 @@ async def test_g11_a_hung_data_set_shows_as_drawing() -> None:
         try:
             assert await threads.in_thread(lambda: begun.wait(HANG_S))
             with pytest.raises(WaitTimeout) as late:
-                await manager.get_batch(2, 1, timeout_s=0)
+                await taken(manager.get_batch(2, 1, timeout_s=0))
         finally:
             released.set()
     await producer
@@ -152,7 +153,7 @@ async def test_g11_a_hung_data_set_does_not_hold_up_a_shutdown(monkeypatch: pyte
         async with manager:
             producer = asyncio.create_task(manager.produce_loop(2))
             with pytest.raises(WaitTimeout):
-                await manager.get_batch(2, 1, timeout_s=0.2)
+                await taken(manager.get_batch(2, 1, timeout_s=0.2))
         await producer
         assert not released.is_set()
     finally:
@@ -220,10 +221,10 @@ def test_a_colocated_timeout_says_what_hangs() -> None:
         buffer = ReplayBuffer()
         strategy = SyncProduceStrategy(buffer, progress=NoProgress())
         sampler = Sampler([{"prompt": "q"}])
-        task = Task(name="math", sampler=sampler, agent_loop=FunctionAgentLoop(forever), strategy=strategy)
+        task = ManagedTask(name="math", sampler=sampler, agent_loop=FunctionAgentLoop(forever), strategy=strategy)
         async with AgentLoopManager([task], buffer) as manager:
             with pytest.raises(WaitTimeout) as late:
-                await manager.produce_batch(4, 1, model_step=0, timeout_s=20)
+                await taken(manager.produce_batch(4, 1, model_step=0, timeout_s=20))
         assert "generating: 4 groups, the oldest (group 0, attempt 1) for 20.0 s" in late.value.explanation
         assert (await buffer.ledger())["math"]["buffered"] == 4
 
@@ -266,7 +267,7 @@ def test_generation_times_of_a_batch_are_over_all_tasks() -> None:
     async def main() -> None:
         buffer = ReplayBuffer()
 
-        def task(name: str, seconds: float) -> Task:
+        def task(name: str, seconds: float) -> ManagedTask:
             async def generate(state: RolloutState) -> None:
                 await asyncio.sleep(seconds)
                 answer(state)
@@ -274,7 +275,7 @@ def test_generation_times_of_a_batch_are_over_all_tasks() -> None:
             strategy = SyncProduceStrategy(buffer, progress=NoProgress())
             sampler = Sampler([{"prompt": "q"}])
             loop = FunctionAgentLoop(generate)
-            return Task(name=name, sampler=sampler, agent_loop=loop, strategy=strategy, weight=10 - seconds)
+            return ManagedTask(name=name, sampler=sampler, agent_loop=loop, strategy=strategy, weight=10 - seconds)
 
         manager = AgentLoopManager([task("quick", 1), task("slow", 9)], buffer)
         async with manager, manager.produce_batch(10, 1, model_step=0) as batch:
@@ -289,7 +290,7 @@ def test_the_defaults_are_those_of_the_guide() -> None:
     async def unused(state: RolloutState) -> None: ...
 
     manager = manager_of()
-    assert manager.storage_retry_s == 60
+    assert manager._patiently.retry_s == 60
     assert FunctionAgentLoop(unused).outage.down_timeout_s == 600
     assert OpenAIAgentLoop("http://127.0.0.1:1/v1", "policy").outage.down_timeout_s == 600
     assert AsyncProduceStrategy(ReplayBuffer()).settings.tail_after == 3

@@ -25,13 +25,13 @@ from forebay import (
     DamagedData,
     FunctionAgentLoop,
     InvalidDataset,
+    ManagedTask,
     MemoryStorage,
     ReplayBuffer,
     RolloutState,
     Sampler,
     Storage,
     SyncProduceStrategy,
-    Task,
 )
 from forebay.core.fingerprint import Fingerprint, SourceState, digest, pack_state, sampled_positions, unpack_state
 from forebay.prompts.sampler import SamplerWithReplayBuffer
@@ -47,7 +47,7 @@ VARIANTS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], str]] = {
     "reversed": (RECORDS[::-1], {}, "record 0"),
     "other seed": (RECORDS, {"seed": 7}, "seed"),
     "shuffle off": (RECORDS, {"shuffle": False}, "shuffle"),
-    "other group size": (RECORDS, {"prompt_repeat_k": 2}, "group_size"),
+    "other group size": (RECORDS, {"group_size": 2}, "group_size"),
 }
 
 
@@ -81,7 +81,7 @@ async def manager(sampler: Sampler, storage: Storage | None = None) -> AsyncIter
 
     buffer = ReplayBuffer(storage=MemoryStorage() if storage is None else storage)
     strategy = SyncProduceStrategy(buffer)
-    task = Task(name="math", sampler=sampler, agent_loop=FunctionAgentLoop(answer), strategy=strategy)
+    task = ManagedTask(name="math", sampler=sampler, agent_loop=FunctionAgentLoop(answer), strategy=strategy)
     async with AgentLoopManager(task, buffer) as made:
         yield made
     await buffer.close()

@@ -218,7 +218,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 async def issued_and_answered(buffer: ReplayBuffer) -> tuple[list[dict[str, Any]], Sampler]:
     """Two groups that a loop answered and changed; the fields of their members as they were issued."""
-    sampler = Sampler(RECORDS, prompt_repeat_k=2, shuffle=False)
+    sampler = Sampler(RECORDS, group_size=2, shuffle=False)
     bound = sampler.with_buffer(buffer)
     groups = [await bound.sample(TASK) for _ in range(2)]
     fields = [copy.deepcopy(issued_fields(state)) for group in groups for state in group]
@@ -261,7 +261,7 @@ async def test_g13_expiry_returns_to_the_prompt_as_issued(storage: str) -> None:
 async def test_g13_what_is_too_old_on_arrival_returns_to_the_prompt_as_issued(storage: str) -> None:
     buffer = AsyncReplayBufferConfig(storage=storage).build()
     await buffer.set_limits(TASK, stale_threshold=1)
-    bound = Sampler(RECORDS, prompt_repeat_k=2, shuffle=False).with_buffer(buffer)
+    bound = Sampler(RECORDS, group_size=2, shuffle=False).with_buffer(buffer)
     group = await bound.sample(TASK)
     fields = [copy.deepcopy(issued_fields(state)) for state in group]
     await buffer.put(left_by_a_loop(group), TASK, model_step=0, current_train_step=9)

@@ -13,6 +13,7 @@ SOURCE = Path(forebay.__file__).parent
 ORDER = (
     "errors",
     "core",
+    "collate",
     "codec",
     "checkpoint",
     "storage",
@@ -25,6 +26,7 @@ ORDER = (
     "config",
     "blocking",
     "ray",
+    "loader",
     "testing",
     "trajectory",
     "cli",

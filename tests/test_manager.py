@@ -25,10 +25,10 @@ from forebay import (
     InvalidInput,
     InvalidRecord,
     LostLease,
+    ManagedTask,
     MemoryStorage,
     NoProgress,
     ProduceError,
-    ProduceStatus,
     ProduceStrategy,
     ReplayBuffer,
     RolloutState,
@@ -37,18 +37,18 @@ from forebay import (
     Status,
     StorageError,
     SyncProduceStrategy,
-    Task,
     TaskConfig,
     TaskResult,
     Timeouts,
     TooManyFailures,
+    WeightsTooOld,
 )
 from forebay.buffer.internal import internals
 from forebay.core.validate import RESERVED_NAMES
 from forebay.manager.base import Manager
 from forebay.testing import make_group
 from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, check_ledger, run
-from tests.support import closed_ledger, turns
+from tests.support import closed_ledger, taken, turns
 from tests.test_strategy import PROMPTS, after, answer, at_once, ids, never, now, simulated, sorted_ids
 
 M = TypeVar("M", bound=Manager)
@@ -84,9 +84,9 @@ class Plane(Generic[M]):
             options: dict[str, Any] = {"progress": NoProgress(), "sync_weights_interval": interval} | settings
             self.strategies[name] = make(self.buffer, **options, **(each or {}).get(name, {}))
             made.append(
-                Task(
+                ManagedTask(
                     name=name,
-                    sampler=Sampler(prompts, prompt_repeat_k=members, shuffle=False),
+                    sampler=Sampler(prompts, group_size=members, shuffle=False),
                     agent_loop=self.loops[name],
                     strategy=self.strategies[name],
                     weight=weight,
@@ -134,8 +134,7 @@ def failing(after_s: float = 0.0) -> Answer:
 async def test_a_batch_is_full_and_shared_by_weight() -> None:
     plane = colocated({"b": 1, "a": 2, "c": 0}, loop=after(3))
     async with plane.manager.produce_batch(7, 1, model_step=0) as batch:
-        assert batch.status is ProduceStatus.NORMAL
-        assert (batch.train_step, batch.task_batch_sizes) == (1, {"b": 2, "a": 5, "c": 0})
+        assert (batch.step, batch.task_batch_sizes) == (1, {"b": 2, "a": 5, "c": 0})
         assert {name: sorted_ids(groups) for name, groups in batch.groups_by_task.items()} == {
             "b": [0, 1],
             "a": [0, 1, 2, 3, 4],
@@ -151,7 +150,7 @@ async def test_a_batch_is_full_and_shared_by_weight() -> None:
 async def test_a_task_without_weight_never_runs() -> None:
     plane = colocated({"a": 1, "off": 0}, loop={"a": at_once, "off": failing()})
     for step in range(1, 5):
-        await plane.manager.produce_batch(2, step, model_step=step - 1)
+        await taken(plane.manager.produce_batch(2, step, model_step=step - 1))
     assert await plane.ledger("off") == {}
 
 
@@ -160,7 +159,7 @@ async def test_credits_are_kept_over_the_steps() -> None:
     plane = colocated({"a": 1, "b": 1, "c": 1})
     order = []
     for step in range(1, 7):
-        batch = await plane.manager.produce_batch(1, step, model_step=step - 1)
+        batch = await taken(plane.manager.produce_batch(1, step, model_step=step - 1))
         order += list(batch.groups_by_task)
     assert order == ["a", "b", "c", "a", "b", "c"]
 
@@ -170,7 +169,7 @@ async def test_an_evaluation_every_third_step_reaches_every_task() -> None:
     plane = colocated({"a": 1, "b": 1, "c": 1})
     evaluated = []
     for step in (3, 6, 9):
-        evaluated += list((await plane.manager.produce_batch(1, step, model_step=step)).groups_by_task)
+        evaluated += list((await taken(plane.manager.produce_batch(1, step, model_step=step))).groups_by_task)
     assert evaluated == ["a", "b", "c"]
 
 
@@ -180,19 +179,26 @@ async def test_the_fast_task_is_not_paused_before_the_slow_one_has_finished() ->
         {"fast": 1, "slow": 1}, loop={"fast": by_group(1, 9), "slow": after(20)}, make=AsyncProduceStrategy,
         over_sample_threshold=1.0,
     )  # fmt: skip
-    batch = await plane.manager.produce_batch(2, 1, model_step=0)
+    batch = await taken(plane.manager.produce_batch(2, 1, model_step=0))
     assert batch.task_results["fast"].leftover == {"completed": 1}, "what it had over-issued ended by itself"
     assert now() == 20.0
     await plane.check_idle()
 
 
 @simulated
+async def test_the_order_of_a_batch_does_not_depend_on_which_group_was_answered_first() -> None:
+    plane = colocated(loop=by_group(3, 1, 2))
+    batch = await taken(plane.manager.produce_batch(3, 1, model_step=0))
+    assert ids(batch.groups) == [0, 1, 2]
+
+
+@simulated
 async def test_groups_that_are_left_over_are_used_next_time() -> None:
     plane = colocated(make=AsyncProduceStrategy, over_sample_threshold=1.0, max_staleness=1, loop=by_group(1, 1, 1, 50))
-    first = await plane.manager.produce_batch(2, 1, model_step=0)
+    first = await taken(plane.manager.produce_batch(2, 1, model_step=0))
     assert first.task_results["math"].leftover == {"aborted": 1, "completed": 1}
     assert await plane.ledger() == {"issued": 4, "buffered": 2, "trained": 2}
-    second = await plane.manager.produce_batch(2, 2, model_step=1)
+    second = await taken(plane.manager.produce_batch(2, 2, model_step=1))
     left = {0, 1, 2} - set(ids(first.groups))
     assert left < set(ids(second.groups))
     assert (await internals(plane.buffer).position("math"))[0] == 6, (
@@ -205,7 +211,7 @@ async def test_groups_that_are_left_over_are_used_next_time() -> None:
 async def test_what_is_there_already_is_not_produced_again() -> None:
     plane = colocated(loop=after(5))
     await plane.buffer.put_many([make_group(), make_group()], "math", model_step=0)
-    batch = await plane.manager.produce_batch(3, 1, model_step=0)
+    batch = await taken(plane.manager.produce_batch(3, 1, model_step=0))
     assert len(batch.groups) == 3
     assert await plane.ledger() == {"issued": 3, "trained": 3}
 
@@ -228,7 +234,7 @@ async def test_token_masks_are_applied() -> None:
 async def test_what_is_too_old_is_generated_again() -> None:
     plane = colocated()
     await plane.buffer.put(make_group(model_step=0), "math", model_step=0)
-    batch = await plane.manager.produce_batch(1, 4, model_step=3)
+    batch = await taken(plane.manager.produce_batch(1, 4, model_step=3))
     assert [state.version_spans for group in batch.groups for state in group] == [((3, 3),)] * 2
     assert await plane.ledger() == {"issued": 1, "trained": 1}
 
@@ -248,7 +254,7 @@ async def test_groups_that_leave_while_another_task_is_produced_are_replaced() -
 async def test_the_batch_size_may_change_from_step_to_step() -> None:
     plane = colocated({"a": 1, "b": 1})
     for step, size in enumerate((4, 1, 7, 2), 1):
-        assert len((await plane.manager.produce_batch(size, step, model_step=step - 1)).groups) == size
+        assert len((await taken(plane.manager.produce_batch(size, step, model_step=step - 1))).groups) == size
 
 
 @simulated
@@ -257,7 +263,7 @@ async def test_a_step_that_was_given_back_could_not_be_asked_for_with_another_si
     with pytest.raises(RuntimeError, match="out of memory"):
         async with plane.manager.produce_batch(6, 1, model_step=0):
             raise RuntimeError("out of memory")
-    batch = await plane.manager.produce_batch(3, 1, model_step=0)
+    batch = await taken(plane.manager.produce_batch(3, 1, model_step=0))
     assert batch.task_batch_sizes == {"a": 2, "b": 1}
 
 
@@ -265,19 +271,74 @@ async def test_a_step_that_was_given_back_could_not_be_asked_for_with_another_si
 
 
 @simulated
-async def test_an_awaited_batch_is_taken_for_good() -> None:
+async def test_an_awaited_batch_is_leased_until_it_is_acknowledged() -> None:
     plane = colocated()
     batch = await plane.manager.produce_batch(2, 1, model_step=0)
-    assert batch.lease is None
+    assert batch.open
+    assert repr(batch) == "<AsyncBatch for train step 1: 2 groups, held>"
+    assert await plane.ledger() == {"issued": 2, "leased": 2}
+    assert plane.manager.next_train_step == 1
+    await batch.ack()
+    await batch.ack()  # twice is harmless
+    assert not batch.open
+    assert repr(batch) == "<AsyncBatch for train step 1: 2 groups, acked>"
     assert await plane.ledger() == {"issued": 2, "trained": 2}
     assert plane.manager.next_train_step == 2
+    with pytest.raises(LostLease, match="already settled"):
+        await batch.nack()
+
+
+@simulated
+async def test_an_awaited_batch_that_is_given_back_is_handed_out_again() -> None:
+    plane = colocated()
+    first = await plane.manager.produce_batch(2, 1, model_step=0)
+    await first.nack()
+    assert not first.open
+    assert await plane.ledger() == {"issued": 2, "buffered": 2}
+    assert plane.manager.next_train_step == 1
+    second = await taken(plane.manager.produce_batch(2, 1, model_step=0))
+    assert sorted_ids(second.groups) == sorted_ids(first.groups)
+
+
+@simulated
+async def test_an_awaited_batch_can_be_entered_later() -> None:
+    plane = colocated()
+    batch = await plane.manager.produce_batch(2, 1, model_step=0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        async with batch:
+            raise RuntimeError("out of memory")
+    assert await plane.ledger() == {"issued": 2, "buffered": 2}
+    assert plane.manager.next_train_step == 1
+    batch = await plane.manager.produce_batch(2, 1, model_step=0)
+    async with batch as entered:
+        assert entered is batch
+        assert await plane.ledger() == {"issued": 2, "leased": 2}
+    assert await plane.ledger() == {"issued": 2, "trained": 2}
+    assert plane.manager.next_train_step == 2
+
+
+@simulated
+async def test_batches_are_acknowledged_in_order_of_their_steps() -> None:
+    plane = colocated()
+    first = await plane.manager.produce_batch(2, 1, model_step=0)
+    second = await plane.manager.produce_batch(2, 2, model_step=1)
+    plan = plane.manager.progress.dump()
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match="train step 2 is acknowledged, but the batch of step 1 is still leased"):
+            await second.ack()
+        assert (first.open, second.open) == (True, True)
+        assert await plane.ledger() == {"issued": 4, "leased": 4}
+        assert plane.manager.progress.dump() == plan
+    await first.ack()
+    await second.ack()
+    assert await plane.ledger() == {"issued": 4, "trained": 4}
+    assert plane.manager.next_train_step == 3
 
 
 @simulated
 async def test_a_batch_that_is_entered_is_acknowledged_when_the_block_ends() -> None:
     plane = colocated()
     async with plane.manager.produce_batch(2, 1, model_step=0) as batch:
-        assert batch.lease is not None
         assert batch.lease.train_step == 1
         assert await plane.ledger() == {"issued": 2, "leased": 2}
         assert plane.manager.next_train_step == 1
@@ -292,7 +353,7 @@ async def test_a_block_that_raises_gives_the_batch_back_and_the_step_can_be_done
         async with plane.manager.produce_batch(2, 1, model_step=0) as first:
             raise RuntimeError("out of memory")
     assert await plane.ledger() == {"issued": 2, "buffered": 2}
-    second = await plane.manager.produce_batch(2, 1, model_step=0)
+    second = await taken(plane.manager.produce_batch(2, 1, model_step=0))
     assert sorted_ids(second.groups) == sorted_ids(first.groups)
 
 
@@ -303,7 +364,7 @@ async def test_a_lost_lease_is_an_error_and_the_step_can_be_done_again() -> None
         async with plane.manager.produce_batch(2, 1, model_step=0):
             await plane.buffer.storage.release(plane.buffer.owner)
     assert plane.manager.next_train_step == 1
-    assert len((await plane.manager.produce_batch(2, 1, model_step=0)).groups) == 2
+    assert len((await taken(plane.manager.produce_batch(2, 1, model_step=0))).groups) == 2
     assert await plane.ledger() == {"issued": 2, "trained": 2}
 
 
@@ -311,7 +372,6 @@ async def test_a_lost_lease_is_an_error_and_the_step_can_be_done_again() -> None
 async def test_a_batch_settled_within_the_block_is_left_alone() -> None:
     plane = colocated()
     async with plane.manager.produce_batch(2, 1, model_step=0) as batch:
-        assert batch.lease is not None
         await batch.lease.ack()
     assert await plane.ledger() == {"issued": 2, "trained": 2}
 
@@ -320,9 +380,8 @@ async def test_a_batch_settled_within_the_block_is_left_alone() -> None:
 async def test_rejected_groups_leave_the_batch() -> None:
     plane = colocated()
     async with plane.manager.produce_batch(3, 1, model_step=0) as batch:
-        assert batch.lease is not None
-        await batch.lease.reject(batch.groups[:1], "no gradient")
-        assert len(batch.groups) == 2
+        await batch.reject(batch.groups[:1], "no gradient")
+        assert len(batch.groups) == len(batch.lease.groups) == 2
     assert await plane.ledger() == {"issued": 3, "trained": 2, "discarded": 1}
     assert plane.manager.next_train_step == 2
 
@@ -331,9 +390,11 @@ async def test_rejected_groups_leave_the_batch() -> None:
 async def test_a_batch_beside_one_that_is_still_held_was_waited_for_for_ever() -> None:
     """What is leased for one step was counted as there for the next: round and round without end."""
     plane = colocated({"a": 1, "b": 1}, loop=after(2))
-    first = plane.manager.produce_batch(4, 1, model_step=0)
-    async with first as held, plane.manager.produce_batch(4, 2, model_step=1) as second:
-        assert len(held.groups) == len(second.groups) == 4
+    first = await plane.manager.produce_batch(4, 1, model_step=0)
+    second = await plane.manager.produce_batch(4, 2, model_step=1)
+    assert len(first.groups) == len(second.groups) == 4
+    await first.ack()
+    await second.ack()
     assert await plane.ledger("a") == {"issued": 4, "trained": 4}
     assert plane.manager.next_train_step == 3
 
@@ -343,9 +404,9 @@ async def test_a_lease_of_somebody_else_does_not_count() -> None:
     plane = colocated()
     await plane.buffer.put_many([make_group(), make_group()], "math", model_step=0)
     lease = await plane.buffer.lease_batch({"math": 2}, train_step=1)
-    assert len((await plane.manager.produce_batch(2, 1, model_step=0)).groups) == 2
+    assert len((await taken(plane.manager.produce_batch(2, 1, model_step=0))).groups) == 2
     await lease.nack()
-    assert len((await plane.manager.produce_batch(2, 2, model_step=1)).groups) == 2
+    assert len((await taken(plane.manager.produce_batch(2, 2, model_step=1))).groups) == 2
 
 
 @simulated
@@ -397,9 +458,9 @@ def test_a_request_is_a_coroutine_for_asyncio() -> None:
         return plane.manager.produce_batch(1, number, model_step=number - 1)
 
     async def others() -> None:
-        assert (await asyncio.create_task(step(2))).train_step == 2
-        assert (await asyncio.wait_for(step(3), 60)).train_step == 3
-        assert [batch.train_step for batch in await asyncio.gather(step(4))] == [4]
+        assert (await asyncio.create_task(step(2))).step == 2
+        assert (await asyncio.wait_for(step(3), 60)).step == 3
+        assert [batch.step for batch in await asyncio.gather(step(4))] == [4]
         lease = asyncio.create_task(plane.buffer.lease_batch({"math": 1}, train_step=5))
         await turns()
         lease.cancel()
@@ -412,7 +473,7 @@ def test_a_request_is_a_coroutine_for_asyncio() -> None:
         step(5).close()
         await plane.check_idle()
 
-    assert asyncio.run(step(1)).train_step == 1
+    assert asyncio.run(step(1)).step == 1
     asyncio.run(others())
 
 
@@ -429,10 +490,10 @@ async def test_a_batch_whose_figures_could_not_be_read_stayed_leased_for_ever() 
     buffer = Failing()
     plane = colocated(buffer=buffer)
     with pytest.raises(StorageError, match="went away"):
-        await plane.manager.produce_batch(2, 1, model_step=0)
+        await taken(plane.manager.produce_batch(2, 1, model_step=0))
     assert await plane.ledger() == {"issued": 2, "buffered": 2}
     buffer.broken = False
-    assert len((await plane.manager.produce_batch(2, 1, model_step=0)).groups) == 2
+    assert len((await taken(plane.manager.produce_batch(2, 1, model_step=0))).groups) == 2
 
 
 # --- the result -----------------------------------------------------------------------------------------
@@ -443,7 +504,7 @@ async def test_a_result_says_how_its_batch_came_about() -> None:
     plane = colocated(
         loop=by_group(10, 20, 30, 40), reward_fn=lambda state: float(state.group_id or 0), members=2,
     )  # fmt: skip
-    batch = await plane.manager.produce_batch(4, 1, model_step=0)
+    batch = await taken(plane.manager.produce_batch(4, 1, model_step=0))
     assert batch.task_results == {
         "math": TaskResult(
             batch_size=4,
@@ -487,8 +548,8 @@ async def test_what_was_filtered_and_failed_is_counted_in_the_batch_in_which_it_
     plane = colocated(
         loop=some, max_tries=1, is_valid_sample_fn=lambda group: group[0].reward["score"] > 0.5 or "dull", members=1,
     )  # fmt: skip
-    first = (await plane.manager.produce_batch(2, 1, model_step=0)).task_results["math"]
-    second = (await plane.manager.produce_batch(2, 2, model_step=1)).task_results["math"]
+    first = (await taken(plane.manager.produce_batch(2, 1, model_step=0))).task_results["math"]
+    second = (await taken(plane.manager.produce_batch(2, 2, model_step=1))).task_results["math"]
     assert (first.failed_groups, first.filtered_groups) == (1, 1)
     assert (second.failed_groups, second.filtered_groups) == (0, 0)
     assert second.produced_groups >= 2
@@ -503,7 +564,7 @@ async def test_a_pause_and_what_it_leaves_are_in_the_result() -> None:
         lengths=LongTail(median=100, sigma=0, long_share=0.5, long_factor=10), tokens_per_second=100, abort_latency_s=2
     )
     plane = colocated(loop=engine, make=AsyncProduceStrategy, over_sample_threshold=1.0, members=1)
-    batch = await plane.manager.produce_batch(2, 1, model_step=0)
+    batch = await taken(plane.manager.produce_batch(2, 1, model_step=0))
     (result,) = batch.task_results.values()
     long = sum(engine.is_long(number) for number in range(4))
     assert long, "the seed is chosen so"
@@ -515,12 +576,12 @@ async def test_a_pause_and_what_it_leaves_are_in_the_result() -> None:
 @simulated
 async def test_reading_a_result_or_any_figure_resets_nothing() -> None:
     plane = colocated(loop=after(1))
-    first = await plane.manager.produce_batch(2, 1, model_step=0)
+    first = await taken(plane.manager.produce_batch(2, 1, model_step=0))
     for _ in range(2):
         assert first.stats()["forebay/math/batch/produced_groups"] == 2
         assert (await plane.manager.stats())["forebay/math/produce/completed"] == 2
         assert plane.strategies["math"].stats()["forebay/math/produce/completed"] == 2
-    second = await plane.manager.produce_batch(3, 2, model_step=1)
+    second = await taken(plane.manager.produce_batch(3, 2, model_step=1))
     assert first.task_results["math"].produced_groups == 2
     assert second.task_results["math"].produced_groups == 3
     assert (await plane.manager.stats())["forebay/math/produce/completed"] == 5
@@ -530,7 +591,7 @@ async def test_reading_a_result_or_any_figure_resets_nothing() -> None:
 async def test_a_batch_that_nothing_was_produced_for_has_no_times() -> None:
     plane = colocated()
     await plane.buffer.put(make_group(), "math", model_step=0)
-    (result,) = (await plane.manager.produce_batch(1, 1, model_step=0)).task_results.values()
+    (result,) = (await taken(plane.manager.produce_batch(1, 1, model_step=0))).task_results.values()
     assert (result.group_gen_count, result.group_gen_mean_s, result.group_gen_p99_p50_ratio) == (0, None, None)
     assert (result.produced_groups, result.raw_rewards_count) == (0, 0)
 
@@ -538,7 +599,7 @@ async def test_a_batch_that_nothing_was_produced_for_has_no_times() -> None:
 @simulated
 async def test_times_of_no_length_have_no_ratio() -> None:
     plane = colocated()
-    batch = await plane.manager.produce_batch(1, 1, model_step=0)
+    batch = await taken(plane.manager.produce_batch(1, 1, model_step=0))
     assert batch.task_results["math"].group_gen_p50_s == 0
     assert batch.task_results["math"].group_gen_p99_p50_ratio is None
     assert batch.raw_reward_mean is None
@@ -547,7 +608,7 @@ async def test_times_of_no_length_have_no_ratio() -> None:
 @simulated
 async def test_a_result_is_flat_for_any_logger() -> None:
     plane = colocated({"math": 1, "code": 1}, loop=after(1), make=AsyncProduceStrategy, over_sample_threshold=1.0)
-    flat = (await plane.manager.produce_batch(4, 1, model_step=0)).stats()
+    flat = (await taken(plane.manager.produce_batch(4, 1, model_step=0))).stats()
     assert all(isinstance(value, (int, float)) for value in flat.values())
     assert flat["forebay/batch/wait_s"] == 1.0
     for name in ("math", "code"):
@@ -560,7 +621,6 @@ async def test_a_result_is_flat_for_any_logger() -> None:
 async def test_a_batch_is_handed_to_ranks_by_its_tokens() -> None:
     plane = colocated()
     async with plane.manager.produce_batch(4, 1, model_step=0) as batch:
-        assert batch.lease is not None
         assert [len(batch.shard(rank, 2)) for rank in range(2)] == [2, 2]
         assert batch.shard(1, 2) == batch.lease.shard(1, 2)
 
@@ -577,14 +637,14 @@ async def test_one_tasks_exception_stops_and_drains_the_others_and_then_surfaces
         max_tries=9,
     )
     with pytest.raises(TooManyFailures, match="4 attempts in a row at groups of task 'bad' failed"):
-        await plane.manager.produce_batch(6, 1, model_step=0)
+        await taken(plane.manager.produce_batch(6, 1, model_step=0))
     assert now() < 10
     await plane.check_idle()
     assert await plane.ledger("good") == {"issued": 2, "buffered": 2}
 
     for name in ("bad", "worse"):
         plane.loops[name].function = at_once  # type: ignore[attr-defined]
-    batch = await plane.manager.produce_batch(6, 1, model_step=0)
+    batch = await taken(plane.manager.produce_batch(6, 1, model_step=0))
     assert len(batch.groups) == 6
     assert await plane.ledger("good") == {"issued": 2, "trained": 2}, "what was stopped is generated again"
     await plane.check_idle()
@@ -601,7 +661,7 @@ async def test_over_issued_groups_of_a_task_that_had_finished_are_drained_too() 
         max_tries=9,
     )
     with pytest.raises(TooManyFailures):
-        await plane.manager.produce_batch(4, 1, model_step=0)
+        await taken(plane.manager.produce_batch(4, 1, model_step=0))
     await plane.check_idle()
     assert now() < 20
 
@@ -615,7 +675,7 @@ async def test_a_data_set_that_cannot_be_read_surfaces_as_it_is() -> None:
     sampler = Sampler(PROMPTS, to_rollout_state=refuse)
     plane.manager.tasks["bad"] = replace(plane.manager.tasks["bad"], sampler=sampler)
     with pytest.raises(InvalidRecord):
-        await plane.manager.produce_batch(4, 1, model_step=0)
+        await taken(plane.manager.produce_batch(4, 1, model_step=0))
     await plane.check_idle()
 
 
@@ -623,24 +683,29 @@ async def test_a_data_set_that_cannot_be_read_surfaces_as_it_is() -> None:
 async def test_a_function_that_stops_before_the_batch_is_there_hung_the_run() -> None:
     plane = colocated(should_continue_fn=lambda available, target: available < target - 1, loop=by_group(1, 2, 3, 99))
     with pytest.raises(ProduceError, match="should_continue_fn of task 'math' stopped at 3 of 4 groups"):
-        await plane.manager.produce_batch(4, 1, model_step=0)
+        await taken(plane.manager.produce_batch(4, 1, model_step=0))
     await plane.check_idle()
 
 
 @simulated
 async def test_a_function_that_goes_on_beyond_the_batch_is_fine() -> None:
     plane = colocated(should_continue_fn=lambda available, target: available < target + 2)
-    batch = await plane.manager.produce_batch(2, 1, model_step=0)
+    batch = await taken(plane.manager.produce_batch(2, 1, model_step=0))
     assert (len(batch.groups), batch.task_results["math"].leftover) == (2, {"completed": 2})
 
 
 @simulated
 async def test_weights_too_old_for_the_step_generated_without_end() -> None:
     plane = colocated(interval=2)
-    await plane.manager.produce_batch(2, 2, model_step=0)
-    with pytest.raises(InvalidInput, match=r"model_step=0 generate is too old for train_step=3 .* task 'math' is 2"):
+    await taken(plane.manager.produce_batch(2, 2, model_step=0))
+    before = plane.manager.progress.dump()
+    explained = r"for train step 3: .* weights of step 0 .* \(the stale threshold of task 'math' is 2\); update"
+    with pytest.raises(WeightsTooOld, match=explained) as raised:
         await plane.manager.produce_batch(2, 3, model_step=0)
-    await plane.manager.produce_batch(2, 3, model_step=2)
+    assert (raised.value.step, raised.value.model_step) == (3, 0)
+    assert plane.manager.progress.dump() == before
+    assert await plane.ledger() == {"issued": 2, "trained": 2}
+    await taken(plane.manager.produce_batch(2, 3, model_step=2))
 
 
 @simulated
@@ -648,30 +713,30 @@ async def test_one_task_that_fills_the_buffer_before_the_other_hung_the_run() ->
     buffer = ReplayBuffer(max_groups=5)
     plane = colocated({"a": 1, "b": 1}, buffer=buffer, make=AsyncProduceStrategy, over_sample_threshold=1.0)
     with pytest.raises(InvalidConfig, match=r"needs 4 of task 'a', 4 of task 'b' .* max_groups=5"):
-        await plane.manager.produce_batch(4, 1, model_step=0)
+        await taken(plane.manager.produce_batch(4, 1, model_step=0))
     plane = colocated(
         {"a": 1, "b": 1}, buffer=ReplayBuffer(max_groups=8), make=AsyncProduceStrategy, over_sample_threshold=1.0
     )
     for step in range(1, 6):
-        await plane.manager.produce_batch(4, step, model_step=step - 1)
+        await taken(plane.manager.produce_batch(4, step, model_step=step - 1))
 
 
 @simulated
 async def test_a_step_that_was_acknowledged_is_refused_with_the_next_one() -> None:
     plane = colocated()
     for step in (1, 2):
-        await plane.manager.produce_batch(1, step, model_step=step - 1)
+        await taken(plane.manager.produce_batch(1, step, model_step=step - 1))
     with pytest.raises(InvalidInput, match="train step 2 was already acknowledged; the next one is 3"):
-        await plane.manager.produce_batch(1, 2, model_step=1)
-    assert len((await plane.manager.produce_batch(1, 3, model_step=2)).groups) == 1
+        await taken(plane.manager.produce_batch(1, 2, model_step=1))
+    assert len((await taken(plane.manager.produce_batch(1, 3, model_step=2))).groups) == 1
 
 
 @simulated
 async def test_weights_older_than_those_in_use_are_refused() -> None:
     plane = colocated()
-    await plane.manager.produce_batch(1, 5, model_step=4)
+    await taken(plane.manager.produce_batch(1, 5, model_step=4))
     with pytest.raises(InvalidInput, match="model_step is 3, but weights of step 4 were already used"):
-        await plane.manager.produce_batch(1, 6, model_step=3)
+        await taken(plane.manager.produce_batch(1, 6, model_step=3))
     assert plane.manager.model_step == 4
 
 
@@ -681,7 +746,7 @@ async def test_two_calls_at_once_are_refused() -> None:
     producing = asyncio.ensure_future(plane.manager.produce_batch(1, 1, model_step=0).__aenter__())
     await asyncio.sleep(1)
     with pytest.raises(InvalidInput, match="already being produced; one call at a time"):
-        await plane.manager.produce_batch(1, 1, model_step=0)
+        await taken(plane.manager.produce_batch(1, 1, model_step=0))
     assert len((await producing).groups) == 1
 
 
@@ -696,7 +761,9 @@ def test_numbers_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> No
     async def main() -> None:
         plane = colocated()
         with pytest.raises(InvalidInput, match=next(iter(arguments))):
-            await plane.manager.produce_batch(**({"batch_size": 1, "train_step": 1, "model_step": 0} | arguments))
+            await taken(
+                plane.manager.produce_batch(**({"batch_size": 1, "train_step": 1, "model_step": 0} | arguments))
+            )
         assert await plane.buffer.ledger() == {}
 
     run(main)
@@ -712,7 +779,7 @@ async def test_a_shutdown_ends_a_call_and_returns_what_is_in_flight() -> None:
     with pytest.raises(BufferClosed, match="this manager was shut down"):
         await producing
     with pytest.raises(BufferClosed):
-        await plane.manager.produce_batch(2, 1, model_step=0)
+        await taken(plane.manager.produce_batch(2, 1, model_step=0))
     assert await plane.ledger() == {"issued": 2, "buffered": 2}, "the buffer stays open"
     await plane.manager.shutdown()
 
@@ -721,9 +788,9 @@ async def test_a_shutdown_ends_a_call_and_returns_what_is_in_flight() -> None:
 async def test_leaving_a_manager_shuts_it_down() -> None:
     plane = colocated()
     async with plane.manager as manager:
-        await manager.produce_batch(1, 1, model_step=0)
+        await taken(manager.produce_batch(1, 1, model_step=0))
     with pytest.raises(BufferClosed):
-        await plane.manager.produce_batch(1, 2, model_step=1)
+        await taken(plane.manager.produce_batch(1, 2, model_step=1))
 
 
 def cancelled_at(number: int | None) -> int:
@@ -802,14 +869,14 @@ async def test_cancels_upon_cancels_leave_nothing_in_flight() -> None:
 # --- tasks ----------------------------------------------------------------------------------------------
 
 
-def make_task(buffer: ReplayBuffer, name: str = "math", **changes: Any) -> Task:
+def make_task(buffer: ReplayBuffer, name: str = "math", **changes: Any) -> ManagedTask:
     options: dict[str, Any] = {
         "name": name,
         "sampler": Sampler(PROMPTS),
         "agent_loop": FunctionAgentLoop(at_once),
         "strategy": SyncProduceStrategy(buffer, progress=NoProgress()),
     }
-    return Task(**(options | changes))
+    return ManagedTask(**(options | changes))
 
 
 @pytest.mark.parametrize("kind", [AgentLoopManager, DisaggregatedAgentLoopManager])
@@ -823,7 +890,7 @@ def test_tasks_that_do_not_fit_are_refused_by_name(kind: type[Manager]) -> None:
         ([make_task(buffer), make_task(buffer, "code", weight=-1)], "the weight of task 'code' is -1"),
         ([make_task(other)], "the strategy of task 'math' was made for another buffer"),
         ([make_task(buffer, strategy=strategy)], "'math' counts on new weights every 2 steps, the manager on every 1"),
-        ([make_task(buffer), "code"], "'code' is not a task; expected Task"),
+        ([make_task(buffer), "code"], "'code' is not a task; expected ManagedTask"),
     ):
         with pytest.raises(InvalidConfig, match=says):
             kind(tasks, buffer)  # type: ignore[arg-type]
@@ -919,7 +986,7 @@ async def test_the_limits_of_a_task_replace_those_of_an_earlier_run_before_a_bat
 @simulated
 async def test_figures_are_flat_and_named_by_task() -> None:
     plane = colocated({"math": 2, "code": 1}, make=AsyncProduceStrategy, over_sample_threshold=1.0, loop=after(1))
-    await plane.manager.produce_batch(3, 1, model_step=0)
+    await taken(plane.manager.produce_batch(3, 1, model_step=0))
     async with plane.manager.produce_batch(3, 2, model_step=1):
         flat = await plane.manager.stats()
     assert all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in flat.values())
@@ -976,7 +1043,6 @@ async def test_groups_that_others_hold_are_said_to_be_missing() -> None:
     assert "task 'math': 4 groups missing of 4 owed up to step 1; 0 in flight here" in text
     batch = await producing
     assert "task 'math': 0 groups missing of 4 owed up to step 1" in await plane.manager.explain_wait()
-    assert batch.lease is not None
     await batch.lease.ack()
     await dead.close()
 
@@ -984,7 +1050,7 @@ async def test_groups_that_others_hold_are_said_to_be_missing() -> None:
 @simulated
 async def test_the_ledger_of_a_manager_is_that_of_its_buffer() -> None:
     plane = colocated()
-    await plane.manager.produce_batch(1, 1, model_step=0)
+    await taken(plane.manager.produce_batch(1, 1, model_step=0))
     assert await plane.manager.ledger() == await plane.buffer.ledger()
 
 
@@ -1000,7 +1066,7 @@ class FailsToClose(SyncProduceStrategy):
 def manager_that_fails_to_close(kind: type[Manager], generate: Answer = at_once, **options: Any) -> Any:
     buffer = ReplayBuffer()
     strategy = FailsToClose(buffer, progress=NoProgress(), **options)
-    task = Task(name="math", sampler=Sampler(PROMPTS), agent_loop=FunctionAgentLoop(generate), strategy=strategy)
+    task = ManagedTask(name="math", sampler=Sampler(PROMPTS), agent_loop=FunctionAgentLoop(generate), strategy=strategy)
     return kind([task], buffer)
 
 
@@ -1024,4 +1090,4 @@ async def test_the_error_of_a_batch_is_raised_when_cleaning_up_fails_too() -> No
 
     manager = manager_that_fails_to_close(AgentLoopManager, failing, budgets=Budgets(max_consecutive_failures=2))
     with pytest.raises(TooManyFailures, match="the original"):
-        await manager.produce_batch(2, 1, model_step=0)
+        await taken(manager.produce_batch(2, 1, model_step=0))

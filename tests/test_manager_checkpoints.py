@@ -31,6 +31,7 @@ from forebay.checkpoint.format import ENVELOPE, open_checkpoint
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from forebay.testing.simulate import SimulatedLoop, check_ledger, run
+from tests.support import taken
 from tests.test_disaggregated import Disaggregated, disaggregated, producing
 from tests.test_manager import Plane, by_group, colocated
 from tests.test_strategy import Counted, after, answer, at_once, ids, never, simulated, sorted_ids
@@ -82,9 +83,8 @@ def half_way(fresh: Callable[[], Path], model_step: int, *, prompts_only: bool) 
         plane = disaggregated(loop=by_group(1, 1, 1, 1, 1, 1, 50, 50), interval=4)
         directory = fresh()
         async with producing(plane):
-            await plane.manager.get_batch(2, 1)
-            leased = await plane.manager.get_batch(2, 2).__aenter__()
-            assert leased.lease is not None
+            await taken(plane.manager.get_batch(2, 1))
+            leased = await plane.manager.get_batch(2, 2)
             await asyncio.sleep(10)
             assert await plane.ledger() == {"issued": 8, "in_flight": 2, "buffered": 2, "leased": 2, "trained": 2}
             await plane.manager.save(directory, model_step, no_save_replay_buffer=prompts_only)
@@ -108,7 +108,7 @@ def half_way(fresh: Callable[[], Path], model_step: int, *, prompts_only: bool) 
         async with producing(other):
             seen: list[int | None] = []
             for step in range(model_step + 1, 5):
-                seen += ids((await other.manager.get_batch(2, step)).groups)
+                seen += ids((await taken(other.manager.get_batch(2, step))).groups)
         assert sorted(seen, key=str) == list(range(trained, 8)), "nothing is skipped, ids are kept"
 
     return test
@@ -128,12 +128,12 @@ def test_a_run_continues_with_the_same_mix(fresh: Callable[[], Path]) -> None:
         weights = {"a": 3, "b": 2, "c": 1}
         whole, parts, directory = colocated(weights), colocated(weights), fresh()
         for step in range(1, 9):
-            expected = (await whole.manager.produce_batch(4, step, model_step=step - 1)).task_batch_sizes
+            expected = (await taken(whole.manager.produce_batch(4, step, model_step=step - 1))).task_batch_sizes
             if step > 1:
                 await parts.manager.save(directory, step - 1)
                 parts = colocated(weights)
                 await parts.manager.resume(directory)
-            assert (await parts.manager.produce_batch(4, step, model_step=step - 1)).task_batch_sizes == expected
+            assert (await taken(parts.manager.produce_batch(4, step, model_step=step - 1))).task_batch_sizes == expected
 
     test()
 
@@ -147,7 +147,7 @@ def test_a_colocated_run_continues_where_it_was(fresh: Callable[[], Path]) -> No
         }  # fmt: skip
         plane = colocated({"a": 2, "b": 1}, **options)
         for step in (1, 2):
-            await plane.manager.produce_batch(3, step, model_step=step - 1)
+            await taken(plane.manager.produce_batch(3, step, model_step=step - 1))
         await plane.manager.save(directory, 2)
         before = {name: await held(plane.buffer, name) for name in "ab"}
         other = colocated({"a": 2, "b": 1}, **options)
@@ -155,8 +155,8 @@ def test_a_colocated_run_continues_where_it_was(fresh: Callable[[], Path]) -> No
         assert {name: await held(other.buffer, name) for name in "ab"} == before
         assert await other.buffer.ledger() == await plane.buffer.ledger()
         with pytest.raises(InvalidInput, match="train step 2 was already acknowledged"):
-            await other.manager.produce_batch(3, 2, model_step=2)
-        assert len((await other.manager.produce_batch(3, 3, model_step=2)).groups) == 3
+            await taken(other.manager.produce_batch(3, 2, model_step=2))
+        assert len((await taken(other.manager.produce_batch(3, 3, model_step=2))).groups) == 3
 
     test()
 
@@ -183,7 +183,7 @@ def test_prompts_only_are_drawn_again_first_and_owe_one_batch(fresh: Callable[[]
         plane = disaggregated(interval=4)
         async with producing(plane):
             for step in (1, 2):
-                await plane.manager.get_batch(2, step)
+                await taken(plane.manager.get_batch(2, step))
             await asyncio.sleep(5)
             assert await held(plane.buffer) == dict.fromkeys(range(4, 8), "completed")
             await plane.manager.save(directory, 2, no_save_replay_buffer=True)
@@ -198,7 +198,7 @@ def test_prompts_only_are_drawn_again_first_and_owe_one_batch(fresh: Callable[[]
         async with producing(other):
             await asyncio.sleep(1.5)
             assert calls.groups == [4, 5] or sorted(calls.groups) == [4, 5, 6, 7]
-            assert sorted_ids((await other.manager.get_batch(2, 3)).groups) == [4, 5]
+            assert sorted_ids((await taken(other.manager.get_batch(2, 3))).groups) == [4, 5]
             await asyncio.sleep(10)
             assert max(calls.groups) == 11, "then new ones, up to the bound"
         assert (await other.ledger())["issued"] == 12
@@ -236,7 +236,7 @@ def test_a_manager_manifest_without_replay_buffer_saved_counts_as_saved(fresh: C
         directory = fresh()
         plane = disaggregated(interval=4)
         async with producing(plane):
-            await plane.manager.get_batch(2, 1)
+            await taken(plane.manager.get_batch(2, 1))
             await asyncio.sleep(5)
             await plane.manager.save(directory, 1)
         edited(directory, lambda manifest: manifest.pop("replay_buffer_saved"))
@@ -271,7 +271,7 @@ def test_the_state_of_agent_loops_is_saved_and_restored(fresh: Callable[[], Path
     async def test() -> None:
         directory = fresh()
         plane = colocated({"a": 1, "b": 1}, loop={"a": Remembers(), "b": FunctionAgentLoop(at_once)})
-        await plane.manager.produce_batch(4, 1, model_step=0)
+        await taken(plane.manager.produce_batch(4, 1, model_step=0))
         await plane.manager.save(directory, 1)
         loop = Remembers()
         other = colocated({"a": 1, "b": 1}, loop={"a": loop, "b": Remembers()})
@@ -298,7 +298,7 @@ async def test_a_plane_continues_in_another_storage(tmp_path: Path, source: str,
     trained: dict[str, list[int | None]] = {"a": [], "b": []}
     async with producing(plane, 3):
         for step in (1, 2):
-            batch = await plane.manager.get_batch(3, step)
+            batch = await taken(plane.manager.get_batch(3, step))
             for name, groups in batch.groups_by_task.items():
                 trained[name] += ids(groups)
         async with plane.manager.get_batch(3, 3):
@@ -309,7 +309,7 @@ async def test_a_plane_continues_in_another_storage(tmp_path: Path, source: str,
     await other.manager.continue_produce(2)
     async with producing(other, 3):
         for step in (3, 4, 5):
-            batch = await other.manager.get_batch(3, step)
+            batch = await taken(other.manager.get_batch(3, step))
             for name, groups in batch.groups_by_task.items():
                 trained[name] += ids(groups)
     for name, count in (("a", 10), ("b", 5)):
@@ -329,7 +329,7 @@ async def test_the_same_store_is_rewound_and_groups_trained_since_are_handed_out
     trained: dict[int, list[int | None]] = {}
     async with producing(first):
         for step in (1, 2, 3, 4):
-            trained[step] = ids((await first.manager.get_batch(2, step)).groups)
+            trained[step] = ids((await taken(first.manager.get_batch(2, step))).groups)
             if step == 2:
                 await first.manager.save(tmp_path / "checkpoint", 2, no_save_replay_buffer=prompts_only)
     await first.buffer.close()
@@ -342,7 +342,7 @@ async def test_the_same_store_is_rewound_and_groups_trained_since_are_handed_out
     again: dict[int, list[int | None]] = {}
     async with producing(second):
         for step in (3, 4, 5):
-            again[step] = ids((await second.manager.get_batch(2, step)).groups)
+            again[step] = ids((await taken(second.manager.get_batch(2, step))).groups)
     assert again[3] + again[4] == trained[3] + trained[4]
     everything = trained[1] + trained[2] + again[3] + again[4] + again[5]
     assert len(set(everything)) == len(everything) == (await second.ledger())["trained"]
@@ -356,17 +356,17 @@ def test_each_kind_of_manager_continues_from_the_others_checkpoint(fresh: Callab
     async def test() -> None:
         directory = fresh()
         plane = colocated({"a": 2, "b": 1})
-        await plane.manager.produce_batch(3, 1, model_step=0)
+        await taken(plane.manager.produce_batch(3, 1, model_step=0))
         await plane.manager.save(directory, 1)
         other = disaggregated({"a": 2, "b": 1})
         assert await other.manager.resume(directory) == 1
         await other.manager.continue_produce(1)
         async with producing(other, 3):
-            assert len((await other.manager.get_batch(3, 2)).groups) == 3
+            assert len((await taken(other.manager.get_batch(3, 2))).groups) == 3
             await other.manager.save(directory, 2)
         third = colocated({"a": 2, "b": 1})
         assert await third.manager.resume(directory) == 2
-        batch = await third.manager.produce_batch(3, 3, model_step=2)
+        batch = await taken(third.manager.produce_batch(3, 3, model_step=2))
         assert batch.task_batch_sizes == {"a": 2, "b": 1}
         assert await third.ledger("a") == {"issued": 6, "trained": 6}
 
@@ -396,7 +396,7 @@ def test_tasks_may_be_added_and_removed(fresh: Callable[[], Path], caplog: pytes
         directory = fresh()
         plane = disaggregated({"math": 1, "code": 1, "chess": 1}, interval=4)
         async with producing(plane, 3):
-            await plane.manager.get_batch(3, 1)
+            await taken(plane.manager.get_batch(3, 1))
             await asyncio.sleep(5)
             kept = {name: await held(plane.buffer, name) for name in ("math", "code", "chess")}
             await plane.manager.save(directory, 1)
@@ -408,7 +408,7 @@ def test_tasks_may_be_added_and_removed(fresh: Callable[[], Path], caplog: pytes
         assert {name: await held(other.buffer, name) for name in kept} == kept
         await other.manager.continue_produce(1)
         async with producing(other, 4):
-            batch = await other.manager.get_batch(4, 2)
+            batch = await taken(other.manager.get_batch(4, 2))
             assert batch.task_batch_sizes == {"math": 1, "go": 3}
             await asyncio.sleep(5)
         assert {name: await held(other.buffer, name) for name in ("code", "chess")} == {
@@ -431,14 +431,14 @@ def test_another_batch_size_is_accepted_after_a_resume(fresh: Callable[[], Path]
         directory = fresh()
         plane = disaggregated(interval=4)
         async with producing(plane):
-            await plane.manager.get_batch(2, 1)
+            await taken(plane.manager.get_batch(2, 1))
             await asyncio.sleep(5)
             await plane.manager.save(directory, 1)
         other = disaggregated(interval=4)
         await other.manager.resume(directory)
         await other.manager.continue_produce(1)
         async with producing(other, 5):
-            batch = await other.manager.get_batch(5, 2)
+            batch = await taken(other.manager.get_batch(5, 2))
             assert len(batch.groups) == 5
             assert {2, 3} < set(ids(batch.groups)), "the oldest first"
 
@@ -452,7 +452,7 @@ def test_a_stricter_limit_than_before_holds_from_the_first_batch_on(fresh: Calla
         plane = disaggregated(max_staleness=7)
         async with producing(plane):
             await asyncio.sleep(5)
-            await plane.manager.get_batch(2, 1)
+            await taken(plane.manager.get_batch(2, 1))
             await plane.manager.save(directory, 5)
         other = disaggregated(loop=after(1))
         await other.manager.resume(directory)
@@ -485,10 +485,10 @@ def test_nothing_is_generated_after_a_resume_before_the_weights_are_there(fresh:
             await asyncio.sleep(100)
             assert calls.samples == []
             for step in (1, 2):
-                assert len((await other.manager.get_batch(2, step)).groups) == 2, "what is there is handed out"
+                assert len((await taken(other.manager.get_batch(2, step))).groups) == 2, "what is there is handed out"
             assert calls.samples == []
             await other.manager.continue_produce(2)
-            await other.manager.get_batch(2, 3)
+            await taken(other.manager.get_batch(2, 3))
 
     test()
 
@@ -499,7 +499,7 @@ def test_a_resume_while_the_producer_runs_is_refused_and_in_a_pause_it_works(fre
         directory = fresh()
         plane = disaggregated()
         async with producing(plane):
-            await plane.manager.get_batch(2, 1)
+            await taken(plane.manager.get_batch(2, 1))
             await plane.manager.save(directory, 1)
         other = disaggregated(loop=after(1))
         await other.manager.pause_produce()
@@ -513,7 +513,7 @@ def test_a_resume_while_the_producer_runs_is_refused_and_in_a_pause_it_works(fre
         async with producing(third):
             assert await third.manager.resume(directory) == 1
             await third.manager.continue_produce(1)
-            assert len((await third.manager.get_batch(2, 2)).groups) == 2
+            assert len((await taken(third.manager.get_batch(2, 2))).groups) == 2
 
     test()
 
@@ -539,7 +539,7 @@ def test_a_plane_can_be_saved_after_its_shutdown(fresh: Callable[[], Path]) -> N
         directory = fresh()
         plane = disaggregated(loop=after(1))
         async with producing(plane):
-            await plane.manager.get_batch(2, 1)
+            await taken(plane.manager.get_batch(2, 1))
         await plane.manager.save(directory, 1)
         assert await disaggregated().manager.resume(directory) == 1
 
@@ -552,7 +552,7 @@ def test_weights_before_the_last_acknowledged_step_are_refused(fresh: Callable[[
         directory = fresh()
         plane = colocated()
         for step in (1, 2):
-            await plane.manager.produce_batch(2, step, model_step=step - 1)
+            await taken(plane.manager.produce_batch(2, step, model_step=step - 1))
         with pytest.raises(InvalidInput, match="weights of step 1, but the batches up to step 2 were acknowledged"):
             await plane.manager.save(directory, 1)
         assert not directory.exists()
@@ -615,7 +615,7 @@ async def go_on(directory: Path, trained: dict[int, list[tuple[str, int]]]) -> N
     await other.manager.continue_produce(model_step)
     async with producing(other, 3):
         for step in (model_step + 1, model_step + 2):
-            everything += named((await other.manager.get_batch(3, step)).groups_by_task)
+            everything += named((await taken(other.manager.get_batch(3, step))).groups_by_task)
     assert len(set(everything)) == len(everything), "a group was trained twice"
     for name, line in (await other.buffer.ledger()).items():
         mine = [group for task, group in everything if task == name]
@@ -651,9 +651,8 @@ def test_a_resume_does_not_skip_a_step_acknowledged_between_the_call_and_the_sna
     async def test() -> None:
         directory = fresh()
         plane = colocated()
-        await plane.manager.produce_batch(2, 1, model_step=0)
-        batch = await plane.manager.produce_batch(2, 2, model_step=1).__aenter__()
-        assert batch.lease is not None
+        await taken(plane.manager.produce_batch(2, 1, model_step=0))
+        batch = await plane.manager.produce_batch(2, 2, model_step=1)
         ready = plane.buffer._session.ready
 
         async def slowly() -> Any:
@@ -833,11 +832,11 @@ def test_the_old_checkpoint_stays_when_saving_fails_in_the_middle(tmp_path: Path
     async def main() -> None:
         loop = Unsaveable({"fine": 1})
         plane = colocated(loop=loop)
-        await plane.manager.produce_batch(2, 1, model_step=0)
+        await taken(plane.manager.produce_batch(2, 1, model_step=0))
         await plane.manager.save(tmp_path / "checkpoint", 1)
         before = {file.name: file.read_bytes() for file in (tmp_path / "checkpoint").iterdir()}
         loop.state = state
-        await plane.manager.produce_batch(2, 2, model_step=1)
+        await taken(plane.manager.produce_batch(2, 2, model_step=1))
         with pytest.raises((InvalidInput, RuntimeError)):
             await plane.manager.save(tmp_path / "checkpoint", 2)
         assert {file.name: file.read_bytes() for file in (tmp_path / "checkpoint").iterdir()} == before

@@ -81,6 +81,18 @@ def test_partial_rollout_keeps_tokens_and_without_it_members_start_again() -> No
             assert bool(state.version_spans) is partial
 
 
+def test_tokens_of_later_weights_are_not_continued() -> None:
+    """They are left from weights that were lost: the run was resumed from an earlier step, in the same store."""
+
+    def stopped() -> list[RolloutState]:
+        return issued(1, status=Status.ABORTED, response_ids=[5, 6], version_spans=((3, 1), (4, 1)))
+
+    for model_step, tokens in ((3, None), (4, [5, 6]), (None, [5, 6])):
+        (kept,), (working,) = prepare(stopped(), partial=True, model_step=model_step)
+        assert kept.response_ids == working.response_ids == tokens
+        assert bool(working.version_spans) is (tokens is not None)
+
+
 def test_text_without_tokens_is_not_kept_without_partial_rollout() -> None:
     (kept,), _ = prepare(issued(1, status=Status.ABORTED, response="half"), partial=False)
     assert kept.response is None

@@ -139,7 +139,7 @@ def test_without_tokens_there_are_none() -> None:
         ({"prompt": "a", "mm_info": [1]}, "its mm_info is a list; expected dict or None"),
         ({"prompt": "a", "session_id": 1.5}, "its session_id is a float; expected int or str or None"),
         ({"prompt": "a", "sample_params": {"temperature": "hot"}}, "its sample_params cannot be read"),
-        ({"prompt": "a", "sample_params": {"n": 4}}, "give the sampler prompt_repeat_k=4"),
+        ({"prompt": "a", "sample_params": {"n": 4}}, "give the sampler group_size=4"),
         ({"prompt": "a", "sample_params": {"stops": ["x"]}}, "its sample_params have stops; expected some of"),
         ({"prompt": "a", "extra_fields": [1]}, "cannot be mapped: TypeError"),
         (RolloutState(message=[]), r"its message is \[\]"),
@@ -171,7 +171,10 @@ def test_a_mapping_that_fails_names_the_record(mapping: ToRolloutState, said: st
 @pytest.mark.parametrize(
     ("tokenize", "said"),
     [
-        (raising(RuntimeError("no vocabulary")), "cannot be mapped: RuntimeError: no vocabulary"),
+        (
+            raising(RuntimeError("no vocabulary")),
+            "tokenize failed: RuntimeError: no vocabulary .*tokenize gets the RolloutState",
+        ),
         (lambda state: None, "tokenize returned None"),
         (lambda state: [], "are empty"),
         (lambda state: Tensor([[1, 2]]), "hold list"),

@@ -467,7 +467,7 @@ def test_more_tokens_than_there_may_be_are_refused() -> None:
 
 def test_several_answers_to_one_request_are_refused_because_groups_have_members() -> None:
     assert SampleParams(n=1).n == 1
-    with pytest.raises(InvalidInput, match=r"n is 4, .* give the sampler prompt_repeat_k=4 instead"):
+    with pytest.raises(InvalidInput, match=r"n is 4, .* give the sampler group_size=4 instead"):
         SampleParams(n=4)
 
 

@@ -201,7 +201,7 @@ def running(coroutine: Coroutine[Any, Any, None]) -> None:
 @settings(max_examples=40, deadline=None)
 def test_ids_count_on_over_epochs_and_every_epoch_has_every_record_once(size: int, k: int, n: int, chunk: int) -> None:
     async def main() -> None:
-        sampler = SamplerWithReplayBuffer(records(size), ReplayBuffer(), prompt_repeat_k=k, seed=3)
+        sampler = SamplerWithReplayBuffer(records(size), ReplayBuffer(), group_size=k, seed=3)
         drawn: Groups = []
         while len(drawn) < n:
             drawn += await sampler.draw(min(chunk, n - len(drawn)), "math")
@@ -233,9 +233,9 @@ async def test_without_shuffling_the_order_is_the_data_sets_own() -> None:
 
 @pytest.mark.parametrize("kind", SOURCES)
 async def test_both_samplers_draw_the_same(kind: Callable[[int], Any]) -> None:
-    plain = Sampler(kind(5), prompt_repeat_k=2)
+    plain = Sampler(kind(5), group_size=2)
     one = [await plain.sample("math") for _ in range(12)]
-    two = await draw(SamplerWithReplayBuffer(kind(5), ReplayBuffer(), prompt_repeat_k=2), 12)
+    two = await draw(SamplerWithReplayBuffer(kind(5), ReplayBuffer(), group_size=2), 12)
     for group in two:
         for state in group:
             state.attempt = None
@@ -255,7 +255,7 @@ async def test_tasks_have_positions_of_their_own() -> None:
 
 async def test_a_sampler_given_a_buffer_draws_through_it() -> None:
     buffer = ReplayBuffer()
-    sampler = Sampler(records(5), prompt_repeat_k=2).with_buffer(buffer)
+    sampler = Sampler(records(5), group_size=2).with_buffer(buffer)
     assert numbers([await sampler.sample("math") for _ in range(5)]) == expected_order(5, 5)
     assert len(sampler) == 5
     assert await closed_ledger(buffer) == {"issued": 5, "in_flight": 5}
@@ -280,8 +280,8 @@ async def test_drawing_no_group_is_an_error(n: Any) -> None:
 
 @pytest.mark.parametrize("k", [0, -1, 1.5])
 def test_a_group_has_at_least_one_member(k: Any) -> None:
-    with pytest.raises(InvalidInput, match="prompt_repeat_k is"):
-        Sampler(records(2), prompt_repeat_k=k)
+    with pytest.raises(InvalidInput, match="group_size is"):
+        Sampler(records(2), group_size=k)
 
 
 # --- nothing before the first sample ------------------------------------------------------------------
@@ -334,10 +334,10 @@ async def test_a_resumed_run_draws_what_an_uninterrupted_one_draws(
 ) -> None:
     expected = await uninterrupted(kind, 4, 18)
     buffer = ReplayBuffer()
-    drawn = await draw(SamplerWithReplayBuffer(kind(4), buffer, prompt_repeat_k=2), cut)
+    drawn = await draw(SamplerWithReplayBuffer(kind(4), buffer, group_size=2), cut)
     await complete(buffer, drawn[::2])
     async with resumed(buffer, tmp_path) as fresh:
-        sampler = SamplerWithReplayBuffer(kind(4), fresh, prompt_repeat_k=2)
+        sampler = SamplerWithReplayBuffer(kind(4), fresh, group_size=2)
         again = await sampler.draw_again(20, "math")
         assert ids(again) == ids(drawn[1::2])  # what was in flight is not skipped
         assert numbers(again) == numbers(drawn[1::2])
@@ -536,7 +536,7 @@ def test_a_sampler_outlives_its_event_loop() -> None:
 
 async def test_retries_come_first_by_status_then_by_group_id_with_their_ids_and_tokens() -> None:
     buffer = ReplayBuffer()
-    sampler = SamplerWithReplayBuffer(records(20), buffer, prompt_repeat_k=2, tokenize=lambda state: [1, 2])
+    sampler = SamplerWithReplayBuffer(records(20), buffer, group_size=2, tokenize=lambda state: [1, 2])
     drawn = await draw(sampler, 9)
     statuses = [Status.ABORTED, Status.EXPIRED, Status.INIT] * 3
     for group, status in reversed(list(zip(drawn, statuses, strict=True))):  # not in order of their ids
@@ -608,7 +608,7 @@ async def test_changing_a_member_changes_neither_its_siblings_nor_what_the_buffe
     dataset = [record]
     untouched = repr(dataset)
     buffer = ReplayBuffer()
-    sampler = SamplerWithReplayBuffer(dataset, buffer, prompt_repeat_k=3)
+    sampler = SamplerWithReplayBuffer(dataset, buffer, group_size=3)
     for first in (True, False):  # drawn from the data set, then drawn again
         (group,) = await sampler.draw(1, "math")
         sibling = repr(group[1])
@@ -636,7 +636,7 @@ async def test_a_plain_samplers_members_are_independent_too() -> None:
         "data_source": {},
         "deep": {"list": [1]},
     }
-    sampler = Sampler([record], prompt_repeat_k=2)
+    sampler = Sampler([record], group_size=2)
     group = await sampler.sample("math")
     sibling = repr(group[1])
     spoil(group[0])
@@ -649,7 +649,7 @@ async def test_the_prompt_of_a_group_is_stored_once() -> None:
     sizes = []
     for k in (1, 8):
         buffer = ReplayBuffer()
-        await SamplerWithReplayBuffer([{"prompt": text}], buffer, prompt_repeat_k=k).draw(1, "math")
+        await SamplerWithReplayBuffer([{"prompt": text}], buffer, group_size=k).draw(1, "math")
         sizes.append((await buffer.query({}))[0].bytes)
     assert sizes[1] < sizes[0] + 1_000
 
@@ -818,7 +818,7 @@ async def test_bad_records_are_skipped_if_asked_and_counted_with_their_reasons(
     kind: Callable[[int], Any], cut: int, tmp_path: Path
 ) -> None:
     buffer = ReplayBuffer()
-    sampler = SamplerWithReplayBuffer(kind(6), buffer, prompt_repeat_k=2, shuffle=False, skip_bad_records=True)
+    sampler = SamplerWithReplayBuffer(kind(6), buffer, group_size=2, shuffle=False, skip_bad_records=True)
     drawn = await draw(sampler, cut)
     assert numbers(drawn) == [0, 2, 4, 0, 2, 4, 0][:cut]
     assert ids(drawn) == [0, 2, 4, 6, 8, 10, 12][:cut]
@@ -831,7 +831,7 @@ async def test_bad_records_are_skipped_if_asked_and_counted_with_their_reasons(
     assert all(reason.startswith("bad record: record ") for reason in reasons)
     await complete(buffer, drawn)
     async with resumed(buffer, tmp_path) as fresh:
-        again = SamplerWithReplayBuffer(kind(6), fresh, prompt_repeat_k=2, shuffle=False, skip_bad_records=True)
+        again = SamplerWithReplayBuffer(kind(6), fresh, group_size=2, shuffle=False, skip_bad_records=True)
         rest = await draw(again, 4)
         assert ids(rest) == [2 * cut, 2 * cut + 2, 2 * cut + 4, 2 * cut + 6]
         assert numbers(rest) == [(number or 0) % 6 for number in ids(rest)]
@@ -903,14 +903,14 @@ async def test_a_bad_record_is_not_handed_out_after_a_crash_between_its_two_step
 
     storage = Broken()
     buffer = ReplayBuffer(storage=storage)
-    sampler = SamplerWithReplayBuffer(half_bad(6), buffer, prompt_repeat_k=2, shuffle=False, skip_bad_records=True)
+    sampler = SamplerWithReplayBuffer(half_bad(6), buffer, group_size=2, shuffle=False, skip_bad_records=True)
     with pytest.raises(StorageError):
         await sampler.draw(2, "math")
     await buffer.close()
     storage.broken = False
     fresh = ReplayBuffer(storage=storage)
     assert await closed_ledger(fresh) == {"issued": 2, "buffered": 2}
-    sampler = SamplerWithReplayBuffer(half_bad(6), fresh, prompt_repeat_k=2, shuffle=False, skip_bad_records=True)
+    sampler = SamplerWithReplayBuffer(half_bad(6), fresh, group_size=2, shuffle=False, skip_bad_records=True)
     drawn = await draw(sampler, 2)
     assert (ids(drawn), numbers(drawn)) == ([0, 2], [0, 2])
     assert (await closed_ledger(fresh))["failed"] >= 1
@@ -1044,7 +1044,7 @@ async def test_a_draw_cancelled_at_any_point_leaves_nothing_in_flight_and_skips_
     iterations = 0
     while True:
         buffer = ReplayBuffer(storage=Suspending())
-        sampler = SamplerWithReplayBuffer(kind(6), buffer, prompt_repeat_k=2, skip_bad_records=True)
+        sampler = SamplerWithReplayBuffer(kind(6), buffer, group_size=2, skip_bad_records=True)
         first = await sampler.draw(2, "math")
         await internals(buffer).give_back(first[:1], "math")  # so that the draw claims, too
         if not await cancelled_after(sampler.draw(3, "math"), iterations, again_after):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay import InvalidInput, ReplayBuffer, RolloutState
-from forebay.buffer.lease import shard
+from forebay.collate import shard
 from forebay.testing import make_group
 from tests.support import calls_of
 

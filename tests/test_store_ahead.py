@@ -18,19 +18,19 @@ from forebay import (
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
     InvalidConfig,
+    ManagedTask,
     ReplayBuffer,
     RolloutState,
     Sampler,
     Status,
     Storage,
     StoreAhead,
-    Task,
 )
 from forebay.storage.postgres import PostgresStorage
 from forebay.storage.sqlite import SQLiteStorage
 from forebay.testing import make_group
 from tests.storage.postgres_server import Schemas, dsn
-from tests.support import closed_ledger, turns
+from tests.support import closed_ledger, taken, turns
 from tests.test_sampler import records
 
 Reopen = Callable[[], Storage]
@@ -72,7 +72,7 @@ class Plane:
     ) -> None:
         self.generated = 0
         self.buffer = ReplayBuffer(storage=storage, keep_trained=keep_trained, lease_s=lease_s)
-        self.task = Task(
+        self.task = ManagedTask(
             name=name,
             sampler=Sampler(records(200)),
             agent_loop=FunctionAgentLoop(self._answer),
@@ -129,7 +129,8 @@ async def test_a_colocated_run_does_not_start_behind_its_store(reopen: Reopen, m
     async with colocated(reopen(), max_staleness) as (manager, plane):
         for _ in range(2):
             with pytest.raises(
-                StoreAhead, match=r"up to train step 5.* checkpoint.* step 6 with model_step=5.* new store"
+                StoreAhead,
+                match=r"up to train step 5.* checkpoint.*update_weights\(load, 5\), then train step 6.* new store",
             ):
                 await train(manager, 1, 1)
         assert plane.generated == 0
@@ -141,8 +142,8 @@ async def test_a_disaggregated_run_does_not_start_behind_its_store(reopen: Reope
     await five_steps(reopen)
     async with disaggregated(reopen(), max_staleness) as (manager, plane):
         producer = asyncio.create_task(manager.produce_loop(4))
-        with pytest.raises(StoreAhead, match=r"continue_produce\(5\)"):
-            await manager.get_batch(4, 1)
+        with pytest.raises(StoreAhead, match=r"update_weights\(load, 5\)"):
+            await taken(manager.get_batch(4, 1))
         if not max_staleness:
             assert plane.generated == 0, "what would be too old on arrival is not generated"
         await manager.shutdown()
@@ -181,7 +182,7 @@ async def test_a_producer_behind_the_store_waits_for_newer_weights(reopen: Reope
 async def test_a_run_that_died_in_a_step_starts_with_that_step(reopen: Reopen) -> None:
     async with colocated(reopen()) as (manager, _):
         await train(manager, 1, 4)
-        await manager.produce_batch(4, 5, model_step=4).__aenter__()  # never acknowledged
+        await manager.produce_batch(4, 5, model_step=4)  # never acknowledged
     async with colocated(reopen()) as (manager, plane):
         await train(manager, 5, 5)
         assert (await closed_ledger(plane.buffer))["trained"] == 20

@@ -38,6 +38,7 @@ from forebay import (
     Timeouts,
     TooManyFailures,
     TooManyRejections,
+    WeightsTooOld,
 )
 from forebay.buffer.internal import internals
 from forebay.core.ledger import Place, Record
@@ -153,7 +154,7 @@ class Producer:
         self.loop = loop if isinstance(loop, AgentLoop) else FunctionAgentLoop(loop)
         self.buffer = ReplayBuffer() if buffer is None else buffer
         self.strategy: ProduceStrategy = make(self.buffer, **({"progress": NoProgress()} | settings))
-        self.sampler = Sampler(PROMPTS, prompt_repeat_k=members, shuffle=False)
+        self.sampler = Sampler(PROMPTS, group_size=members, shuffle=False)
 
     async def produce(
         self, batch_size: int = 2, train_step: int = 1, model_step: int | None = None, **options: Any
@@ -227,7 +228,7 @@ async def test_a_batch_is_produced_and_nothing_is_left_running() -> None:
     producer = Producer(calls)
     production = await producer.produce(3)
     assert production == Production(
-        task_name=TASK, complete=True, target=3, available=3, started=3, tail=False, seconds=5.0
+        task_name=TASK, complete=True, left=3, target=3, available=3, started=3, tail=False, seconds=5.0
     )
     assert sorted(calls.groups) == [0, 1, 2]
     assert sorted(id for id in calls.rollout_ids if id is not None) == [0, 1, 2, 3, 4, 5]
@@ -820,8 +821,12 @@ async def test_arguments_that_cannot_be_meant_are_refused() -> None:
 async def test_weights_that_are_too_old_for_the_step_are_refused() -> None:
     """Whatever they generate is stale when it arrives: it was generated again and again, for ever."""
     producer = Producer()
-    with pytest.raises(InvalidInput, match="model_step=1"):
+    with pytest.raises(
+        WeightsTooOld, match=r"weights of step 1 .* too old .* stale threshold of task 'math' is 1"
+    ) as late:
         await producer.produce(1, train_step=5, model_step=1)
+    assert (late.value.step, late.value.model_step) == (5, 1)
+    assert await producer.ledger() == {}
 
 
 @simulated
@@ -1198,7 +1203,7 @@ def test_long_answers_do_not_starve() -> None:
             lengths=simulate.LongTail(median=100, sigma=0.2, long_share=0.25, long_factor=8)
         )
         strategy = AsyncProduceStrategy(buffer, over_sample_threshold=1.0, progress=NoProgress())
-        sampler = SamplerWithReplayBuffer(PROMPTS, buffer, prompt_repeat_k=2)
+        sampler = SamplerWithReplayBuffer(PROMPTS, buffer, group_size=2)
         report = await train(strategy, engine, sampler, steps=30, batch_size=8)
         trained = report.group_ids
         assert len(trained) == 240

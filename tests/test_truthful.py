@@ -18,6 +18,7 @@ from forebay import (
     DisaggregatedAgentLoopManager,
     EngineUnavailable,
     FunctionAgentLoop,
+    ManagedTask,
     NoProgress,
     OpenAIAgentLoop,
     ReplayBuffer,
@@ -26,7 +27,6 @@ from forebay import (
     Sampler,
     Status,
     SyncProduceStrategy,
-    Task,
     Timeouts,
     TooManyFailures,
 )
@@ -48,7 +48,7 @@ async def batches_over_a_pause(loop: AgentLoop, *, partial: bool, **timeouts: fl
     """Four groups for step 2 whose first turn was generated with older weights."""
     buffer = AsyncReplayBufferConfig().build()
     strategy = strategy_of(buffer, enable_partial_rollout=partial, timeouts=Timeouts(**timeouts))
-    task = Task(name="agent", sampler=Sampler(RECORDS), agent_loop=loop, strategy=strategy)
+    task = ManagedTask(name="agent", sampler=Sampler(RECORDS), agent_loop=loop, strategy=strategy)
     async with DisaggregatedAgentLoopManager([task], buffer) as manager:
         producing = asyncio.create_task(manager.produce_loop(4))
         await asyncio.sleep(3)
@@ -148,7 +148,7 @@ async def test_g13_turns_of_a_completion_server_are_never_cut_short() -> None:
     async with CompletionServer() as server, TurnByTurn(server.url, "policy") as loop:
         buffer = AsyncReplayBufferConfig().build()
         strategy = strategy_of(buffer, enable_partial_rollout=True, max_staleness=8, over_sample_threshold=2.0)
-        task = Task(name="agent", sampler=Sampler(RECORDS), agent_loop=loop, strategy=strategy)
+        task = ManagedTask(name="agent", sampler=Sampler(RECORDS), agent_loop=loop, strategy=strategy)
         members: list[RolloutState] = []
         async with DisaggregatedAgentLoopManager([task], buffer) as manager:
             producing = asyncio.create_task(manager.produce_loop(4))

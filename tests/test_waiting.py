@@ -51,7 +51,7 @@ async def test_a_put_into_a_full_buffer_waits_for_room() -> None:
 
 async def test_drawing_waits_for_room_and_returning_never_does() -> None:
     buffer = ReplayBuffer(max_groups=1)
-    sampler = Sampler([{"prompt": f"q{n}"} for n in range(9)], prompt_repeat_k=2).with_buffer(buffer)
+    sampler = Sampler([{"prompt": f"q{n}"} for n in range(9)], group_size=2).with_buffer(buffer)
     (group,) = await sampler.draw(1, "math")
     drawing = asyncio.ensure_future(sampler.draw(1, "math"))
     await turns()

@@ -56,7 +56,7 @@ class Plane:
             self.buffer, over_sample_threshold=over_issue, max_staleness=1, progress=NoProgress()
         )
         self.loop = FunctionAgentLoop(answer)
-        self.sampler = Sampler([{"prompt": f"question {n}"} for n in range(1000)], prompt_repeat_k=2)
+        self.sampler = Sampler([{"prompt": f"question {n}"} for n in range(1000)], group_size=2)
 
     def _counted(self, name: str, operation: Callable[..., Any], contract: object) -> Callable[..., Any]:
         async def counted(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The trainer of `tiny_grpo` on Ray: engines, a producer, the buffer and the trainer, each in a process of its own.
+"""The trainer of `tiny_grpo` on Ray: engines, a producer, the buffer and the trainer, each in its own process.
 
-producer.py   an actor that draws prompts and has them answered by engine actors
-trainer.py    leases batches, trains, acknowledges, saves, sends weights: begin to read here
+trainer.py    connects a loader, trains, sends weights, saves: begin to read here
+producer.py   an actor with the tasks, which has prompts answered by engine actors
 run.py        the command line
 """

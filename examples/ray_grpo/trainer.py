@@ -1,15 +1,15 @@
-"""The trainer: leases batches from the buffer, trains, acknowledges, saves, and sends weights to the producer.
+"""The trainer: a loader that is connected to the buffer of the producer.
 
-The order within a step is that of every loop: train, leave the lease (that acknowledges it), save weights and then the
-buffer that goes with them, send the weights. A crash between any two of these costs nothing that was acknowledged.
+The order within a step: train, save the weights and then the loader, send the weights to the engines. `save` and
+`update_weights` acknowledge the batch; a crash before that costs nothing but the step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,19 @@ import ray
 import torch
 from ray.exceptions import RayError
 
-from forebay import AsyncReplayBufferConfig, ProducerStopped, RolloutState, sample_staleness, stale_threshold
+from forebay import AsyncReplayBufferConfig, AsyncRolloutLoader, ProducerStopped
 from forebay.core.ledger import LedgerLine
 from forebay.errors import NameTaken
 from forebay.ray import RayReplayBuffer
-from ray_grpo.producer import MAX_STALENESS, Producer
-from tiny_grpo.checkpoint import Checkpoints
+from ray_grpo.producer import Producer
+from tiny_grpo.checkpoint import read_weights, save
 from tiny_grpo.grpo import train_step
 from tiny_grpo.model import Policy, PolicyConfig
-from tiny_grpo.tasks import CONTEXT, VOCABULARY
+from tiny_grpo.tasks import CONTEXT, END, VOCABULARY
 from tiny_grpo.warm_start import warm_start
 
-__all__ = ["Settings", "Trainer"]
+__all__ = ["Outcome", "Settings", "train"]
 
-GROUPS_PER_STEP = 24
 LEARNING_RATE = 3e-4
 
 
@@ -46,104 +45,107 @@ class Settings:
     name: str  # of the buffer in the cluster
     storage: str
     keep: bool  # leave the buffer in the cluster
-    out: Path | None  # where checkpoints go; None: nowhere
-    resume: bool  # go on with the checkpoint in `out`
+    out: Path | None  # the directory of checkpoints; None: none are written
+    resume: bool  # continue from the checkpoint in `out`
     save_every: int  # steps
 
 
-class Trainer:
-    """Policy and optimiser, and how far they are. `show(step, rewards, staleness)` is told of every step."""
+@dataclass
+class Outcome:
+    """How a run ended."""
 
-    def __init__(self, settings: Settings, show: Callable[[int, dict[str, float], float], None]) -> None:
-        torch.set_num_threads(1)
-        torch.manual_seed(settings.seed)
-        self.settings, self.show = settings, show
-        share, rest = divmod(GROUPS_PER_STEP, len(settings.tasks))
-        self.batch = {name: share + (index < rest) for index, name in enumerate(settings.tasks)}
-        self.policy = Policy(PolicyConfig(vocabulary=VOCABULARY, context=CONTEXT))
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-        self.checkpoints = None if settings.out is None else Checkpoints(settings.out)
-        self.step = 0
-        self.saved = -1  # the step of the last checkpoint
-        self.rewards: list[dict[str, float]] = []  # of every step of this run, by task
-
-    async def run(self, stop: asyncio.Event) -> dict[str, LedgerLine]:
-        """Train up to `steps`, or end after the step in which `stop` is set, with a checkpoint; the ledger."""
-        buffer = self._open_buffer()
-        try:
-            async with buffer:
-                for name in self.batch:  # every process that leases says how old a group may be
-                    await buffer.set_limits(name, stale_threshold=stale_threshold(MAX_STALENESS, 1))
-                await self._begin(buffer)
-                await self._train_steps(buffer, stop)
-                return await buffer.ledger()
-        finally:
-            if not self.settings.keep:
-                RayReplayBuffer.destroy(self.settings.name)
-
-    def _open_buffer(self) -> RayReplayBuffer:
-        """A new buffer; when resuming, it may also be the one that an earlier run kept."""
-        try:
-            return RayReplayBuffer.create(self.settings.name, AsyncReplayBufferConfig(storage=self.settings.storage))
-        except NameTaken:
-            if not self.settings.resume:
-                raise
-            return RayReplayBuffer.connect(self.settings.name)
-
-    async def _begin(self, buffer: RayReplayBuffer) -> None:
-        """Weights to begin with: those of the checkpoint, or some that know the form of an answer."""
-        if self.checkpoints is not None and self.settings.resume:
-            self.step = self.saved = await self.checkpoints.resume(buffer, self.policy, self.optimizer)
-            return
-        settings = self.settings
-        await asyncio.to_thread(warm_start, self.policy, settings.tasks, steps=settings.warm_start, seed=settings.seed)
-        await self._save(buffer)
-
-    async def _train_steps(self, buffer: RayReplayBuffer, stop: asyncio.Event) -> None:
-        settings = self.settings
-        producer: Any = ray.remote(Producer).remote(
-            settings.name, self.batch, engines=settings.engines, seed=settings.seed
-        )
-        async with asyncio.TaskGroup() as background:
-            background.create_task(_answered(producer.produce.remote()))  # if it fails, training ends with that
-            try:
-                await self._send_weights(producer)
-                while self.step < settings.steps and not stop.is_set():
-                    await self._train_step(buffer, self.step + 1)
-                    if self.step % settings.save_every == 0:
-                        await self._save(buffer)
-                    await self._send_weights(producer)
-                await self._save(buffer)
-            finally:
-                with contextlib.suppress(RayError):  # it is gone; what it had comes back to the buffer by itself
-                    await producer.stop.remote()
-
-    async def _train_step(self, buffer: RayReplayBuffer, step: int) -> None:
-        async with buffer.lease_batch(self.batch, train_step=step) as lease:  # an exception gives the batch back
-            await asyncio.to_thread(train_step, self.policy, self.optimizer, lease.groups)
-        self.step = step
-        self.rewards.append({name: _mean_reward(groups) for name, groups in lease.groups_by_task.items()})
-        samples = [state for group in lease.groups for state in group]
-        self.show(step, self.rewards[-1], sum(sample_staleness(state, step) for state in samples) / len(samples))
-
-    async def _save(self, buffer: RayReplayBuffer) -> None:
-        """A checkpoint of this step, unless there is one."""
-        if self.checkpoints is not None and self.saved != self.step:
-            await self.checkpoints.save(buffer, self.policy, self.optimizer, self.step)
-            self.saved = self.step
-
-    async def _send_weights(self, producer: Any) -> None:
-        weights = ray.put(self.policy.state_dict())  # once, for all engines
-        await _answered(producer.update_weights.remote([weights], self.step))  # in a list: sent on as a reference
+    last_step: int = 0
+    rewards: list[dict[str, float]] = field(default_factory=list)  # of every step of this run, by task
+    ledger: dict[str, LedgerLine] = field(default_factory=dict)
 
 
-async def _answered(call: Any) -> None:
+async def train(
+    settings: Settings,
+    on_open: Callable[[AsyncRolloutLoader], None],
+    on_step: Callable[[int, dict[str, float], float], None],
+) -> Outcome:
+    """Train up to `steps`. `on_open` gets the loader, which may `stop()` it; `on_step(step, rewards, staleness)`."""
+    buffer = open_buffer(settings)
+    outcome = Outcome()
+    try:
+        async with buffer:
+            producer: Any = ray.remote(Producer).remote(
+                settings.name, settings.tasks, engines=settings.engines, seed=settings.seed
+            )
+            async with asyncio.TaskGroup() as background:
+                background.create_task(answered(producer.produce.remote()))  # if it fails, training ends with that
+                try:
+                    loader = await AsyncRolloutLoader.connect(
+                        settings.name, checkpoints=settings.out, keep_checkpoints=1, progress=None
+                    )
+                    async with loader:
+                        on_open(loader)
+                        await train_steps(settings, loader, producer, outcome, on_step)
+                finally:
+                    with contextlib.suppress(RayError):  # it has died; its groups return to the buffer
+                        await producer.stop.remote()
+            outcome.ledger = await buffer.ledger()
+            return outcome
+    finally:
+        if not settings.keep:
+            RayReplayBuffer.destroy(settings.name)
+
+
+def open_buffer(settings: Settings) -> RayReplayBuffer:
+    """A new buffer; when resuming, it may also be the one that an earlier run kept."""
+    try:
+        return RayReplayBuffer.create(settings.name, AsyncReplayBufferConfig(storage=settings.storage))
+    except NameTaken:
+        if not settings.resume:
+            raise
+        return RayReplayBuffer.connect(settings.name)
+
+
+async def train_steps(
+    settings: Settings,
+    loader: AsyncRolloutLoader,
+    producer: Any,
+    outcome: Outcome,
+    on_step: Callable[[int, dict[str, float], float], None],
+) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(settings.seed)
+    policy = Policy(PolicyConfig(vocabulary=VOCABULARY, context=CONTEXT))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    out = settings.out
+
+    async def push(step: int) -> None:
+        """The trainer's weights into the engines: put once, and sent on as a reference."""
+        await answered(producer.load_weights.remote([ray.put(policy.state_dict())], step))
+
+    async def restore(step: int) -> None:
+        """The weights of a checkpoint into trainer and engines."""
+        assert out is not None
+        read_weights(out, policy, optimizer, step)
+        await push(step)
+
+    start = None if out is None else await loader.resume(restore)
+    if start is None:
+        await asyncio.to_thread(warm_start, policy, settings.tasks, steps=settings.warm_start, seed=settings.seed)
+        await loader.update_weights(push, 0)
+        if out is not None:
+            await save(loader, out, policy, optimizer, 0)
+    async for batch in loader.batches((start or 0) + 1, settings.steps):
+        await asyncio.to_thread(train_step, policy, optimizer, batch.padded(pad_id=END, shifted=True))
+        if out is not None and batch.step % settings.save_every == 0:
+            await save(loader, out, policy, optimizer, batch.step)
+        await loader.update_weights(push)
+        results = batch.task_results
+        outcome.rewards.append({name: result.reward_mean or 0.0 for name, result in results.items()})
+        staleness = sum(result.staleness_mean or 0.0 for result in results.values()) / len(results)
+        on_step(batch.step, outcome.rewards[-1], staleness)
+    outcome.last_step = loader.next_step - 1
+    if out is not None and loader.state_dict()["step"] != outcome.last_step:
+        await save(loader, out, policy, optimizer, outcome.last_step)
+
+
+async def answered(call: Any) -> None:
     try:
         await call
     except RayError as error:
         raise ProducerStopped(f"the producer failed: {error}") from error
-
-
-def _mean_reward(groups: Sequence[Sequence[RolloutState]]) -> float:
-    scores: list[float] = [(state.reward or {})["score"] for group in groups for state in group]
-    return sum(scores) / len(scores)

@@ -1,4 +1,4 @@
-"""What all processes of the run share: the task, its data, and the store. Producers and the trainer import it.
+"""What all processes of the run share: the loader, with its task and its store. Producers and the trainer import it.
 
 The environment says where things are: STORE (a postgresql:// URL, or ray:NAME), ENGINE (the URL of this process's
 engine).
@@ -11,22 +11,12 @@ import json
 import logging
 import os
 import urllib.request
+from pathlib import Path
 from typing import Any
 
-from forebay import (
-    AsyncProduceStrategy,
-    DisaggregatedAgentLoopManager,
-    FunctionAgentLoop,
-    NoProgress,
-    ReplayBuffer,
-    ReplayBufferConfig,
-    RolloutState,
-    Sampler,
-    Task,
-)
+from forebay import AsyncRolloutLoader, FunctionAgentLoop, ReplayBuffer, ReplayBufferConfig, RolloutState, Task
 
-BATCH = 8  # groups of a train step
-LEASE_S = float(os.environ.get("LEASE_S", "10"))  # after which the groups of a killed process come back
+LEASE_S = float(os.environ.get("LEASE_S", "10"))  # after which the groups of a killed process return to the store
 QUESTIONS = [{"prompt": f"{n} + {n} = ?"} for n in range(500)]
 
 
@@ -43,7 +33,7 @@ async def generate(state: RolloutState) -> None:
     state.version_spans = ((answer["model_step"], len(answer["tokens"])),)
 
 
-def open_buffer() -> ReplayBuffer:
+def storage() -> ReplayBuffer | ReplayBufferConfig:
     store = os.environ["STORE"]
     if store.startswith("ray:"):
         import ray
@@ -52,21 +42,25 @@ def open_buffer() -> ReplayBuffer:
 
         ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
         return RayReplayBuffer.connect(store.removeprefix("ray:"))
-    return ReplayBufferConfig(policy="staleness", storage=store, max_groups=128, lease_s=LEASE_S).build()
+    return ReplayBufferConfig(policy="staleness", storage=store, max_groups=128, lease_s=LEASE_S)
 
 
-def make_manager() -> DisaggregatedAgentLoopManager:
-    buffer = open_buffer()
+def make_loader(checkpoints: Path | None = None) -> AsyncRolloutLoader:
     task = Task(
-        name="sums",
-        sampler=Sampler(QUESTIONS, prompt_repeat_k=4),
-        agent_loop=FunctionAgentLoop(generate, cancel_on_pause=False),  # a pause waits for its threads
-        strategy=AsyncProduceStrategy(
-            buffer,
-            over_sample_threshold=0.25,
-            max_staleness=2,
-            reward_fn=lambda state: float(len(state.response_ids or ()) > 5),
-            progress=NoProgress(),
-        ),
+        "sums",
+        QUESTIONS,
+        FunctionAgentLoop(generate, cancel_on_pause=False),  # a pause waits for its threads
+        reward=lambda state: float(len(state.response_ids or ()) > 5),
+        group_size=4,
+        over_issue=0.25,
     )
-    return DisaggregatedAgentLoopManager(task, buffer)
+    return AsyncRolloutLoader(
+        task,
+        batch_groups=8,
+        max_staleness=2,
+        storage=storage(),
+        checkpoints=checkpoints,
+        keep_checkpoints=1,
+        timeout_s=600,
+        produce=False,  # the trainer's loader starts no producer: `forebay produce` does that in other processes
+    )

@@ -1,4 +1,4 @@
-"""The trainer: leases batches that the producers fill, "trains", and gives the engines new weights.
+"""The trainer: gets batches that the producers fill, "trains", and gives the engines new weights.
 
     STORE=postgresql://... ENGINES=http://127.0.0.1:8001,http://127.0.0.1:8002 python trainer.py [--steps 60]
 
@@ -12,39 +12,29 @@ import asyncio
 import os
 from pathlib import Path
 
-from plane import BATCH, make_manager, post
+from plane import make_loader, post
 
 import forebay
 
 
+async def load_weights(step: int) -> None:
+    for url in os.environ["ENGINES"].split(","):
+        await asyncio.to_thread(post, f"{url}/weights", {"step": step})
+
+
 async def train(steps: int, checkpoints: Path | None) -> None:
-    engines = os.environ["ENGINES"].split(",")
-    manager = make_manager()
-    buffer = manager.replay_buffer
-
-    async def load_weights(step: int) -> None:
-        for url in engines:
-            await asyncio.to_thread(post, f"{url}/weights", {"step": step})
-
-    async with buffer, manager:
-        done = 0
-        if checkpoints is not None and (checkpoints / "manifest.json").exists():
-            done = await manager.resume(checkpoints)
-        await load_weights(done)
-        await manager.continue_produce(done)
-        for step in range(done + 1, steps + 1):
-            async with manager.get_batch(BATCH, step, timeout_s=600) as batch:
-                versions = sorted(
-                    {span[0] for group in batch.groups for state in group for span in state.version_spans}
-                )
-                await asyncio.sleep(0.01)  # the optimiser step
-            await manager.pause_produce()  # all producers have stopped, and their engines are idle
-            await load_weights(step)
-            await manager.continue_produce(step)
+    async with make_loader(checkpoints) as loader:
+        start = None if checkpoints is None else await loader.resume(load_weights)
+        if start is None:
+            await loader.update_weights(load_weights, 0)  # begins the run: producers wait for this
+        async for batch in loader.batches((start or 0) + 1, steps):
+            versions = sorted({span[0] for group in batch.groups for state in group for span in state.version_spans})
+            await asyncio.sleep(0.01)  # the optimiser step
+            await loader.update_weights(load_weights)  # meanwhile all producers are paused, and their engines idle
             if checkpoints is not None:
-                await manager.save(checkpoints, step)
-            print(f"step {step}: {len(batch.groups)} groups of the weights of steps {versions}", flush=True)
-        ledger = (await manager.ledger())["sums"]
+                await loader.save(batch.step)
+            print(f"step {batch.step}: {len(batch.groups)} groups of the weights of steps {versions}", flush=True)
+        ledger = (await loader.ledger())["sums"]
         print({name: groups for name, groups in ledger.items() if groups}, flush=True)
 
 

@@ -19,7 +19,7 @@ __all__ = ["TinyAgentLoop", "make_agent_loop"]
 
 
 class TinyAgentLoop(AgentLoop):
-    """Answers prompts with a tiny engine; goes on with what was interrupted if partial rollout is on."""
+    """Answers prompts with a tiny engine; continues interrupted answers if partial rollout is on."""
 
     def __init__(self, engine: Engine, params: SampleParams, *, seed: int = 0) -> None:
         self.engine = engine
@@ -53,7 +53,7 @@ class TinyAgentLoop(AgentLoop):
         return state
 
     async def pause(self) -> None:
-        """End what is under way; it comes back with the tokens that it has."""
+        """End running generations; they return with the tokens that they have."""
         await super().pause()
         self.engine.abort()
 
@@ -61,13 +61,13 @@ class TinyAgentLoop(AgentLoop):
         """Generate with these weights from the next token on, and stamp tokens with their step."""
         await asyncio.wrap_future(self.engine.load_weights(weights, model_step))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End the engine."""
-        self.engine.close()
+        await asyncio.to_thread(self.engine.close)
 
 
 def make_agent_loop(temperature: float, seed: int) -> TinyAgentLoop:
-    """An engine of its own in this process, on one core; its weights are yet to be loaded."""
+    """A new engine in this process, on one core; its weights are not loaded yet."""
     torch.set_num_threads(1)
     engine = Engine(Policy(PolicyConfig(vocabulary=VOCABULARY, context=CONTEXT)), end_token=END)
     params = SampleParams(max_tokens=MAX_ANSWER_TOKENS, temperature=temperature)

@@ -1,7 +1,7 @@
-"""Weights and optimiser on disk, beside the checkpoint of the plane that goes with them.
+"""Weights and optimiser on disk, beside the checkpoint of the loader that belongs to them.
 
-The order is what matters: weights first, then the plane, which names them by their step; then what is older goes. A
-crash between any two of these leaves a plane whose weights are there.
+The order matters: first the weights, then the loader, which names them by their step; then older weights are deleted.
+After a crash between any two of these, the weights of the newest checkpoint exist.
 """
 
 from __future__ import annotations
@@ -9,54 +9,40 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from forebay import AsyncRolloutLoader, checkpoint_exists
 from tiny_grpo.model import Policy
 
-__all__ = ["Checkpoints", "Plane"]
+__all__ = ["has_checkpoint", "read_weights", "save"]
 
 
-class Plane(Protocol):
-    """What saves all groups and goes on with them: a manager, or a buffer alone."""
-
-    async def save(self, path: Path, /, *, model_step: int) -> None: ...
-
-    async def resume(self, path: Path, /) -> int | None: ...
+def has_checkpoint(directory: Path) -> bool:
+    """Whether a loader saved in this directory."""
+    return any(map(checkpoint_exists, directory.glob("step_*")))
 
 
-class Checkpoints:
-    """The last checkpoint of a run, in a directory of its own."""
+async def save(
+    loader: AsyncRolloutLoader, directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, step: int
+) -> None:
+    """Write a checkpoint of `step`, while generation continues. The loader keeps one checkpoint."""
+    path = _path(directory, step)
+    await asyncio.to_thread(_write, {"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    await loader.save(step)
+    await asyncio.to_thread(_delete_others, path)
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.plane = directory / "plane"
 
-    def exists(self) -> bool:
-        """Whether there is one to resume from."""
-        return (self.plane / "manifest.json").exists()
+def read_weights(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Load the weights that were saved with `step`."""
+    weights = torch.load(_path(directory, step), weights_only=True)
+    policy.load_state_dict(weights["policy"])
+    optimizer.load_state_dict(weights["optimizer"])
 
-    async def save(self, plane: Plane, policy: Policy, optimizer: torch.optim.Optimizer, step: int) -> None:
-        """Write a checkpoint of the weights of `step`, while generation goes on."""
-        weights = {"policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
-        await asyncio.to_thread(_write, weights, self._weights_path(step))
-        await plane.save(self.plane, model_step=step)
-        for path in self.directory.glob("weights-*"):
-            if path != self._weights_path(step):
-                path.unlink()
 
-    async def resume(self, plane: Plane, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
-        """Take up the checkpoint: the plane, then the weights that it names; returns their step."""
-        step = await plane.resume(self.plane)
-        assert step is not None  # `save` has given it one
-        weights = torch.load(self._weights_path(step), weights_only=True)
-        policy.load_state_dict(weights["policy"])
-        optimizer.load_state_dict(weights["optimizer"])
-        return step
-
-    def _weights_path(self, step: int) -> Path:
-        return self.directory / f"weights-{step:06d}.pt"
+def _path(directory: Path, step: int) -> Path:
+    return directory / f"weights-{step:06d}.pt"
 
 
 def _write(weights: dict[str, Any], path: Path) -> None:
@@ -67,3 +53,9 @@ def _write(weights: dict[str, Any], path: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
+
+
+def _delete_others(path: Path) -> None:
+    for other in path.parent.glob("weights-*"):
+        if other != path:
+            other.unlink()

@@ -1,14 +1,15 @@
 """What `forebay demo` does around `run`: a bar, a log of every step, a report, and a test that kills it.
 
-A run lives in a directory of its own: `steps.jsonl` (a line per step, written before the step's checkpoint, so that a
-resumed run can tell its whole story), the checkpoints, and in the end `report.html` and `reward.svg`. Every step is
-logged with the groups that it was trained on; the last line for a step is the one that the weights know of.
+A run has its own directory: `steps.jsonl` (a line per step, written before the step's checkpoint, so that the log of a
+resumed run is complete), the checkpoints, and in the end `report.html` and `reward.svg`. Every step is logged with the
+groups that it was trained on; the last line for a step is the one that the weights were trained on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import random
 import signal
@@ -21,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from forebay import ProduceBatchResult, RolloutState
+from forebay import AsyncBatch, AsyncRolloutLoader
 from tiny_grpo import report
 from tiny_grpo.report import SampledGroup
 from tiny_grpo.run import Outcome, Settings, StepRecord, WarmStart, run
@@ -31,6 +32,7 @@ __all__ = ["Story", "audit", "crash_test", "demo"]
 Say = Callable[[str], None]
 
 _STEPS, _OUTCOME = "steps.jsonl", "outcome.json"
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Story:
@@ -53,15 +55,11 @@ class Story:
         self._say(f"supervised warm start: {warmed.steps} steps in {warmed.seconds:.1f} s; rewards now: {rewards}")
         self._write({"warm_start": asdict(warmed)})
 
-    def step(self, record: StepRecord, batch: ProduceBatchResult) -> None:
+    def step(self, record: StepRecord, batch: AsyncBatch) -> None:
         """Log a step that was trained, and show how far it is."""
         line: dict[str, Any] = asdict(record)
         line["trained"] = {
             name: [group[0].group_id for group in groups] for name, groups in batch.groups_by_task.items()
-        }
-        line["lengths"] = {
-            name: sum(_tokens(state) for group in groups for state in group) / max(1, sum(map(len, groups)))
-            for name, groups in batch.groups_by_task.items()
         }
         if record.step in (1, self.steps // 2, self.steps):
             line["shown"] = [asdict(sampled) for sampled in _sampled(record.step, batch)]
@@ -81,11 +79,7 @@ class Story:
         self._log.flush()
 
 
-def _tokens(state: RolloutState) -> int:
-    return 0 if state.response_ids is None else len(state.response_ids)
-
-
-def _sampled(step: int, batch: ProduceBatchResult) -> list[SampledGroup]:
+def _sampled(step: int, batch: AsyncBatch) -> list[SampledGroup]:
     """One group of every task, to look at."""
     sampled = []
     for name, groups in batch.groups_by_task.items():
@@ -116,23 +110,29 @@ def read_story(directory: Path) -> tuple[dict[str, Any] | None, dict[int, dict[s
 
 
 async def demo(settings: Settings, say: Say, *, terminal: bool) -> Outcome:
-    """Run it, show it, and leave a report. Ctrl-C ends it after the step under way, with a checkpoint."""
+    """Run it, show it, and write a report. Ctrl-C and SIGTERM end it after the current step, with a checkpoint."""
     assert settings.out is not None
     story = Story(settings.out, settings.steps, say, terminal=terminal)
-    stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     began = time.monotonic()
 
-    def interrupted() -> None:
-        loop.remove_signal_handler(signal.SIGINT)  # the second one ends it at once
-        say("\nstopping after this step; the run can be resumed")
-        stop.set()
+    def stop_on_signals(loader: AsyncRolloutLoader) -> None:
+        def stop() -> None:
+            remove_handlers()  # the second signal ends it at once
+            say("\nstopping after this step; the run can be resumed")
+            loader.stop()
 
-    loop.add_signal_handler(signal.SIGINT, interrupted)
+        for number in _STOP_SIGNALS:
+            loop.add_signal_handler(number, stop)
+
+    def remove_handlers() -> None:
+        for number in _STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
     try:
-        outcome = await run(settings, on_warm_start=story.warm_start, on_step=story.step, stop=stop)
+        outcome = await run(settings, on_open=stop_on_signals, on_warm_start=story.warm_start, on_step=story.step)
     finally:
-        loop.remove_signal_handler(signal.SIGINT)
+        remove_handlers()
         story.close()
     if terminal:
         say("")
@@ -147,12 +147,18 @@ async def demo(settings: Settings, say: Say, *, terminal: bool) -> Outcome:
 def summarise(settings: Settings, outcome: Outcome, say: Say) -> None:
     """Rewards at the beginning and at the end, and the ledger."""
     assert settings.out is not None
-    _, steps = read_story(settings.out)
+    warmed, steps = read_story(settings.out)
     ordered = [steps[number]["rewards"] for number in sorted(steps)]
     say(f"\n{'mean reward':<14}{'first ten steps':>16}{'last ten':>10}")
     for name in settings.tasks:
         first, last = (_mean([rewards[name] for rewards in part]) for part in (ordered[:10], ordered[-10:]))
         say(f"{name:<14}{first:>16.2f}{last:>10.2f}")
+    if outcome.evaluated:
+        before = {} if warmed is None else warmed["rewards"]
+        said = ", ".join(
+            f"{name} {before.get(name, math.nan):.2f} -> {now:.2f}" for name, now in outcome.evaluated.items()
+        )
+        say(f"\nprompts that it was never trained on: {said}")
     columns = list(next(iter(outcome.ledger.values()), ()))  # none, if it was stopped before a prompt was drawn
     say("\nThe ledger, in groups:\n" + " " * 10 + "".join(f"{column:>11}" for column in columns))
     for name, line in outcome.ledger.items():
@@ -161,11 +167,11 @@ def summarise(settings: Settings, outcome: Outcome, say: Say) -> None:
     say("It is closed: issued is the sum of all the others." if closed else "THE LEDGER IS OPEN")
     say(f"\nreport: {settings.out / 'report.html'}")
     if outcome.last_step < settings.steps:
-        say(f"stopped at step {outcome.last_step} of {settings.steps}; go on with --resume")
+        say(f"stopped at step {outcome.last_step} of {settings.steps}; continue with --resume")
 
 
 def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else float("nan")
+    return sum(values) / len(values) if values else math.nan
 
 
 def write_report(settings: Settings, outcome: Outcome, seconds: float, notes: tuple[str, ...] = ()) -> None:
@@ -190,9 +196,9 @@ def write_report(settings: Settings, outcome: Outcome, seconds: float, notes: tu
     ]
     if warmed is not None:
         rewards = ", ".join(f"{name} {reward:.2f}" for name, reward in warmed["rewards"].items())
-        notes = (f"Supervised warm start: {warmed['steps']} steps; sampled rewards after it: {rewards}.", *notes)
+        notes = (f"Supervised warm start: {warmed['steps']} steps; rewards after it: {rewards}.", *notes)
     facts = {
-        "mode": "colocated, on-policy" if settings.colocated else "disaggregated, running ahead",
+        "mode": "in turns, on-policy" if settings.mode == "in_turns" else "running ahead",
         "engines": f"{settings.engine_actors} in actors on Ray" if settings.engine_actors else "one, in this process",
         "storage": settings.storage,
         "seed": str(settings.seed),
@@ -247,9 +253,8 @@ def _kill_and_resume(settings: Settings, kills: int, say: Say, environment: Mapp
     chance = random.Random(settings.seed)
     command = [
         *(sys.executable, "-m", "forebay.cli", "demo", "--storage", settings.storage, "--seed", str(settings.seed)),
-        *("--steps", str(settings.steps), "--tasks", ",".join(settings.tasks)),
+        *("--steps", str(settings.steps), "--tasks", ",".join(settings.tasks), "--mode", settings.mode),
         *("--runs", str(settings.out.parent), "--name", settings.out.name, "--save-every", str(settings.save_every)),
-        *(["--colocated"] if settings.colocated else []),
         *(["--ray", "--engines", str(settings.engine_actors)] if settings.engine_actors else []),
     ]
     for kill in range(1, kills + 1):

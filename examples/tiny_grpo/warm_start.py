@@ -15,11 +15,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - its customary name
 
-from tiny_grpo.engine import Engine
 from tiny_grpo.model import Policy
-from tiny_grpo.tasks import END, MAX_ANSWER_TOKENS, decode, encode, score, task_records
+from tiny_grpo.tasks import END, encode, task_records
 
-__all__ = ["sampled_rewards", "warm_start"]
+__all__ = ["warm_start"]
 
 _SHOWN = 24  # answers of each task in a step
 _LABEL_SMOOTHING = 0.4
@@ -40,24 +39,6 @@ def warm_start(policy: Policy, task_names: Sequence[str], *, steps: int, seed: i
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
-
-
-def sampled_rewards(
-    policy: Policy, engine: Engine, task_names: Sequence[str], *, seed: int, samples: int = 256
-) -> dict[str, float]:
-    """The mean reward of each task on prompts of its own, sampled as in training."""
-    engine.load_weights(policy.state_dict(), 0).result()
-    rewards = {}
-    for name in task_names:
-        records = task_records(name, samples, seed + 2_000_000)
-        futures = [
-            engine.submit(record["prompt_ids"], max_tokens=MAX_ANSWER_TOKENS, temperature=1.0, seed=(seed, number))
-            for number, record in enumerate(records)
-        ]
-        answers = [decode(future.result().tokens) for future in futures]
-        scores = [score(answer, record["answer"]) for answer, record in zip(answers, records, strict=True)]
-        rewards[name] = sum(scores) / len(scores)
-    return rewards
 
 
 def _collate(records: Sequence[dict[str, Any]]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,15 +1,16 @@
 """Forebay: the rollout data plane for reinforcement learning.
 
 It connects inference engines with the trainer, and owns every prompt from the moment it is drawn until the trainer has
-confirmed that it trained on it. Start with `ReplayBuffer`, a `Sampler`, an `AgentLoop` and a strategy that combines
-them; `forebay.blocking` has the same for synchronous code. `OpenAIAgentLoop`, `SQLiteStorage`, `PostgresStorage` and
-`PandasStorage` are imported on first use, so that `import forebay` needs no optional dependency. All public names of
-`errors`, `manager` and `produce` are exported here too.
+confirmed that it trained on it. Start with `RolloutLoader` and `Task`; `forebay.collate` makes tensors of a batch. The
+parts below them (buffer, samplers, agent loops, strategies, managers) are here, too. `OpenAIAgentLoop`,
+`SQLiteStorage`, `PostgresStorage` and `PandasStorage` are imported on first use, so that `import forebay` needs no
+optional dependency. All public names of `errors`, `loader`, `manager` and `produce` are exported here.
 """
 
 import typing as _typing
 
 from forebay import errors as _errors
+from forebay import loader as _loader
 from forebay import manager as _manager
 from forebay import produce as _produce
 from forebay.agent_loop import AgentLoop, FunctionAgentLoop
@@ -38,8 +39,11 @@ from forebay.core.policy import (
 from forebay.core.rollout import RolloutState, SampleParams, Status, finish_status, group_status, version_spans_of
 from forebay.core.staleness import group_staleness, sample_staleness, stale_threshold, staleness, token_mask
 from forebay.errors import *  # noqa: F403
+from forebay.loader import *  # noqa: F403
 from forebay.manager import *  # noqa: F403
 from forebay.produce import *  # noqa: F403
+from forebay.prompts.chat import chat_tokenize
+from forebay.prompts.prompt_source import PromptSource
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
 from forebay.storage.base import Storage
 from forebay.storage.local.memory import MemoryStorage
@@ -77,6 +81,7 @@ __all__ = [
     "Order",
     "Place",
     "PriorityReplayPolicy",
+    "PromptSource",
     "Record",
     "ReplayBuffer",
     "ReplayBufferConfig",
@@ -91,6 +96,7 @@ __all__ = [
     "StrategyConfig",
     "SyncReplayBufferConfig",
     "TaskConfig",
+    "chat_tokenize",
     "checkpoint_exists",
     "finish_status",
     "group_bytes",
@@ -103,5 +109,6 @@ __all__ = [
     "version_spans_of",
 ]
 __all__ += _errors.__all__
+__all__ += _loader.__all__
 __all__ += _manager.__all__
 __all__ += _produce.__all__

@@ -34,7 +34,7 @@ from forebay.core.policy import (
 )
 from forebay.core.validate import checked_integer, checked_task
 from forebay.errors import InvalidConfig, InvalidInput
-from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, Task
+from forebay.manager import AgentLoopManager, DisaggregatedAgentLoopManager, ManagedTask
 from forebay.manager.disaggregated import LoadWeights
 from forebay.manager.schedule import check_weights
 from forebay.produce import (
@@ -198,7 +198,7 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
     name: str
     weight: float = 1.0
     dataset: str | None = None  # the path of a JSONL file
-    prompt_repeat_k: int = 1
+    group_size: int = 1
     seed: int = 0
     shuffle: bool = True
     skip_bad_records: bool = False
@@ -208,7 +208,7 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         checked_task(self.name)
-        checked_integer("prompt_repeat_k", self.prompt_repeat_k, least=1)
+        checked_integer("group_size", self.group_size, least=1)
         if self.weight != 0:
             check_weights({self.name: self.weight})
 
@@ -221,18 +221,18 @@ class TaskConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
         to_rollout_state: ToRolloutState | None = None,
         tokenize: Tokenize | None = None,
         **parts: Unpack[StrategyParts],
-    ) -> Task:
+    ) -> ManagedTask:
         """The task, with a sampler and a strategy for this buffer."""
         source = self.dataset if dataset is None else dataset
         if source is None:
             raise InvalidConfig(f"task {self.name!r} has no data set; name a JSONL file in it, or pass one to build")
-        return Task(
+        return ManagedTask(
             name=self.name,
             weight=self.weight,
             agent_loop=agent_loop,
             sampler=Sampler(
                 source,
-                prompt_repeat_k=self.prompt_repeat_k,
+                group_size=self.group_size,
                 seed=self.seed,
                 shuffle=self.shuffle,
                 to_rollout_state=to_rollout_state,
@@ -323,16 +323,18 @@ class ManagerConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
 
 
 class ProduceConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=True):
-    """A producer process: the manager, and the objects of its tasks by name, as MODULE:NAME. See `forebay produce`.
+    """A producer process. See `forebay produce`.
 
-    `manager` is its config, or a function that makes it. `openai` has the arguments of an `OpenAIAgentLoop`;
-    `agent_loop` names an agent loop, or a function that makes one. `load_weights(model_step)` loads weights into the
-    engines of this process before it generates with them.
+    Either `loader`, a function that makes the `RolloutLoader` of the trainer, as MODULE:NAME. Or `manager`, the
+    config of a manager, with the objects of its tasks as MODULE:NAME: `openai` has the arguments of an
+    `OpenAIAgentLoop`; `agent_loop` names an agent loop, or a function that makes one. With both:
+    `load_weights(model_step)` loads weights into the engines of this process before it generates with them.
     """
 
     table: ClassVar[str] = "produce"
 
-    manager: ManagerConfig | str
+    manager: ManagerConfig | None = None
+    loader: str | None = None
     batch_size: int | None = None
     openai: dict[str, Any] | None = None
     agent_loop: str | None = None
@@ -344,7 +346,13 @@ class ProduceConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
     load_weights: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.manager, ManagerConfig) and (self.openai is None) == (self.agent_loop is None):
+        if (self.manager is None) == (self.loader is None):
+            raise InvalidConfig("a producer needs either a table [manager], or loader=MODULE:FUNCTION in [produce]")
+        if self.manager is None:
+            of_manager = ("batch_size", "openai", "agent_loop", *_PARTS)
+            if given := [name for name in of_manager if getattr(self, name) is not None]:
+                raise InvalidConfig(f"[produce] has {', '.join(given)}, which the loader already has; remove them")
+        elif (self.openai is None) == (self.agent_loop is None):
             raise InvalidConfig(
                 "[produce] needs either a table openai (base_url, model, ...) or agent_loop=MODULE:NAME"
             )
@@ -353,22 +361,22 @@ class ProduceConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """From the tables [manager] and [produce] of a TOML file."""
+        """From the tables [produce] and, unless it names a loader, [manager] of a TOML file."""
         content = read_toml(path, "produce")
-        return cls.from_mapping({**content["produce"], "manager": read_toml(path, "manager")["manager"]})
+        if "loader" not in content["produce"]:
+            read_toml(path, "manager")
+        tables = {"manager": content["manager"]} if "manager" in content else {}
+        return cls.from_mapping({**content["produce"], **tables})
 
     def build(self) -> DisaggregatedAgentLoopManager:
-        """The manager."""
-        if isinstance(self.manager, str):
-            manager = load_object(self.manager)()
-        else:
-            parts = {name: getattr(self, name) for name in _PARTS}
-            found = {name: load_object(part) for name, part in parts.items() if part is not None}
-            manager = self.manager.build(self._loop(), **found)
+        """The manager of the table [manager]."""
+        if self.manager is None:
+            raise InvalidConfig(f"this producer has the loader {self.loader!r}, which makes its manager; call that")
+        parts = {name: getattr(self, name) for name in _PARTS}
+        found = {name: load_object(part) for name, part in parts.items() if part is not None}
+        manager = self.manager.build(self._loop(), **found)
         if not isinstance(manager, DisaggregatedAgentLoopManager):
-            raise InvalidConfig(
-                f"a producer needs a DisaggregatedAgentLoopManager; {self.manager!r:.80} makes {manager!r:.80}"
-            )
+            raise InvalidConfig(f"a producer runs ahead of its trainer; mode is {self.manager.mode!r} in [manager]")
         return manager
 
     def _loop(self) -> AgentLoop:
@@ -386,8 +394,8 @@ class ProduceConfig(Config, kw_only=True, frozen=True, forbid_unknown_fields=Tru
             raise InvalidConfig(f"agent_loop {self.agent_loop!r} makes {loop!r:.80}; expected an AgentLoop")
         return loop
 
-    def loader(self) -> LoadWeights | None:
-        """The function that loads weights, if there is one."""
+    def weight_loader(self) -> LoadWeights | None:
+        """The function that `load_weights` names, if there is one."""
         return None if self.load_weights is None else load_object(self.load_weights)
 
 

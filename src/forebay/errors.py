@@ -35,6 +35,9 @@
     │   ├── TooManyRejections          too many groups in a row were filtered, without one success
     │   ├── RewardUnavailable          rewards or filters fail for every group; no try is spent
     │   └── ProducerStopped            no producer runs that could complete the batch
+    ├── EndOfData                      a data set has no more prompts: all of its epochs were drawn
+    ├── WeightsTooOld                  what the present weights generate is too old for the step; update them
+    ├── RankFailed                     another rank of the trainer failed in a call that all ranks make
     ├── PolicyError                    a user's policy chose rows that it was not offered
     ├── WaitTimeout (TimeoutError)     a wait ran out of time; carries what it was waiting for
     ├── NoRoom                         the capacity is used up now; the buffer waits until some is free
@@ -58,6 +61,7 @@ __all__ = [
     "CursorMoved",
     "DamagedData",
     "DuplicateGroup",
+    "EndOfData",
     "EngineError",
     "EngineRestarted",
     "EngineUnavailable",
@@ -78,6 +82,7 @@ __all__ = [
     "PolicyError",
     "ProduceError",
     "ProducerStopped",
+    "RankFailed",
     "ReferenceLost",
     "RewardUnavailable",
     "StorageError",
@@ -92,6 +97,7 @@ __all__ = [
     "UnsupportedPayload",
     "VersionMismatch",
     "WaitTimeout",
+    "WeightsTooOld",
     "WrongEventLoop",
 ]
 
@@ -125,16 +131,26 @@ class InvalidDataset(InvalidInput):
 
 
 class ChangedDataset(InvalidDataset):
-    """A task has another data set than the one it was drawn from before. `changes`: field -> (was, is)."""
+    """A task has another data set than the one it was drawn from before. `changes`: field -> (was, is).
 
-    def __init__(self, task_name: str, drawn: int, changes: dict[str, tuple[object, object]]) -> None:
+    `generation`: the generation of prompts (`Sampler.set_prompts`) that the store or the checkpoint is at.
+    """
+
+    def __init__(
+        self, task_name: str, drawn: int, changes: dict[str, tuple[object, object]], generation: int = 0
+    ) -> None:
         listed = "; ".join(f"{field} was {was}, is {now}" for field, (was, now) in changes.items())
+        at, use = "", "the earlier data set and settings"
+        if generation:
+            at = f" (the store or checkpoint is at generation {generation} of its prompts, see set_prompts)"
+            use = f"the data set and settings of generation {generation}"
         super().__init__(
-            f"task {task_name!r} has another data set than the one its {drawn} groups were drawn from: {listed}; "
-            "positions in it no longer mean the same records. Use the earlier data set and settings, give the task "
-            "another name, or give its sampler allow_changed_data=True to continue with this one"
+            f"task {task_name!r} has another data set than the one its {drawn} groups were drawn from{at}: {listed}; "
+            f"positions in it no longer mean the same records. Use {use}, give the task another name, or give its "
+            "Task (or Sampler) allow_changed_data=True to continue with this one"
         )
         self.changes = changes
+        self.generation = generation
 
 
 class InvalidRecord(InvalidDataset):
@@ -261,6 +277,34 @@ class TooManyRejections(ProduceError):
 
 class ProducerStopped(ProduceError):
     """The batch is incomplete, and no producer runs: it failed, ended, or was never started."""
+
+
+class WeightsTooOld(ForebayError):
+    """What the weights of `model_step` generate is too old for train step `step`. Update them, and ask again."""
+
+    def __init__(self, step: int, model_step: int, reason: str) -> None:
+        super().__init__(
+            f"there is no batch for train step {step}: what the weights of step {model_step} generate is too old for "
+            f"it ({reason}); update the weights, and ask for step {step} again"
+        )
+        self.step = step
+        self.model_step = model_step
+
+
+class EndOfData(ForebayError):
+    """All epochs of the data sets were drawn, and no group waits for a retry. Nothing was drawn or leased."""
+
+    @classmethod
+    def of(cls, task_name: str, records: int, epochs: int) -> EndOfData:
+        """The error for one task."""
+        return cls(
+            f"task {task_name!r} has no prompt left: {records} records were drawn, which is all of {epochs} "
+            f"{'epoch' if epochs == 1 else 'epochs'}; raise epochs, or give it more prompts with set_prompts"
+        )
+
+
+class RankFailed(ForebayError):
+    """Another rank of the trainer failed in a call that all ranks make together."""
 
 
 class PolicyError(ForebayError):

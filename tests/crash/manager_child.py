@@ -24,13 +24,12 @@ from forebay import (
     Budgets,
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
+    ManagedTask,
     NoProgress,
-    ProduceStatus,
     ReplayBuffer,
     RolloutState,
     Sampler,
     StalenessReplayPolicy,
-    Task,
 )
 from forebay.errors import EngineError, StorageUnavailable
 from forebay.storage.sqlite import SQLiteStorage
@@ -187,9 +186,9 @@ def build_manager(kind: str, buffer: ReplayBuffer) -> AgentLoopManager | Disaggr
             progress=NoProgress(),
         )
         prompts = [{"prompt": f"{task_name} question {number}"} for number in range(PROMPTS)]
-        sampler = Sampler(prompts, prompt_repeat_k=SAMPLES)
+        sampler = Sampler(prompts, group_size=SAMPLES)
         loop = FunctionAgentLoop(answer)
-        tasks.append(Task(name=task_name, sampler=sampler, agent_loop=loop, strategy=strategy, weight=weight))
+        tasks.append(ManagedTask(name=task_name, sampler=sampler, agent_loop=loop, strategy=strategy, weight=weight))
     return (DisaggregatedAgentLoopManager if kind == "disaggregated" else AgentLoopManager)(tasks, buffer)
 
 
@@ -254,7 +253,6 @@ class Training:
         else:
             request = self.manager.produce_batch(BATCH, step, model_step=self.model_step)
         async with request as batch:
-            assert batch.status is ProduceStatus.NORMAL
             assert len(batch.groups) == BATCH
             groups = [(name, group[0].group_id or 0) for name in TASKS for group in batch.groups_by_task[name]]
             await asyncio.sleep(self.chance.uniform(0, 0.004))

@@ -98,7 +98,7 @@ def kill_often(
 
 
 @pytest.mark.parametrize("kind", ["colocated", "disaggregated"])
-@pytest.mark.parametrize("kills", [5, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_g04_a_process_that_is_killed_some_times_skips_nothing_and_trains_nothing_twice(
     tmp_path: Path, kills: int, kind: str
 ) -> None:

@@ -12,13 +12,12 @@ from forebay import (
     AsyncProduceStrategy,
     AsyncReplayBufferConfig,
     DisaggregatedAgentLoopManager,
+    ManagedTask,
     NoProgress,
     OpenAIAgentLoop,
-    ProduceStatus,
     RolloutState,
     SampleParams,
     Sampler,
-    Task,
 )
 from forebay.engines import EngineControl
 from tests.engines.servers import MODEL_NAME, Server
@@ -77,7 +76,6 @@ class Plane:
     async def train(self, train_step: int) -> None:
         """Take the batch of a step, and count it as trained."""
         async with self.manager.get_batch(GROUPS, train_step, timeout_s=LIMIT_S) as batch:
-            assert batch.status is ProduceStatus.NORMAL
             self.trained += [state for group in batch.groups for state in group]
 
     async def interrupt(self, model_step: int) -> None:
@@ -123,10 +121,10 @@ async def open_plane(
         )
         sampler = Sampler(
             [{"prompt": f"What is {n} plus 4?"} for n in range(50)],
-            prompt_repeat_k=members,
+            group_size=members,
             tokenize=lambda state: list(state.message[0]["content"].encode()),
         )
-        task = Task(name=_TASK, sampler=sampler, agent_loop=loop, strategy=strategy)
+        task = ManagedTask(name=_TASK, sampler=sampler, agent_loop=loop, strategy=strategy)
         async with asyncio.timeout(LIMIT_S), DisaggregatedAgentLoopManager([task], buffer) as manager:
             yield Plane(manager, loop, counter)
         await buffer.close()

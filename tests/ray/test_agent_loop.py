@@ -805,7 +805,7 @@ async def test_g01_g03_nothing_is_lost_or_doubled_when_actors_are_killed_at_rand
         progress=NoProgress(),
     )
     prompts = [{"prompt": f"question {number}", "do": "answer", "prompt_ids": [number]} for number in range(200)]
-    sampler = Sampler(prompts, prompt_repeat_k=2)
+    sampler = Sampler(prompts, group_size=2)
     loop = pool_of(3, Slow)
     await loop.start()
     kills = 0

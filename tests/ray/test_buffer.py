@@ -20,6 +20,7 @@ from forebay import (
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
     Lease,
+    ManagedTask,
     NoProgress,
     ReplayBuffer,
     ReplayBufferConfig,
@@ -27,7 +28,6 @@ from forebay import (
     RolloutState,
     Sampler,
     Status,
-    Task,
     TooManyWaits,
     WaitTimeout,
     blocking,
@@ -173,8 +173,8 @@ async def test_a_manager_runs_on_a_hosted_buffer_and_its_checkpoint_resumes_else
     def manager_on(buffer: ReplayBuffer) -> DisaggregatedAgentLoopManager:
         strategy = AsyncProduceStrategy(buffer, max_staleness=1, progress=NoProgress())
         prompts = [{"prompt": str(number)} for number in range(40)]
-        sampler = Sampler(prompts, prompt_repeat_k=2, shuffle=False)
-        task = Task(name="managed", sampler=sampler, agent_loop=FunctionAgentLoop(answer), strategy=strategy)
+        sampler = Sampler(prompts, group_size=2, shuffle=False)
+        task = ManagedTask(name="managed", sampler=sampler, agent_loop=FunctionAgentLoop(answer), strategy=strategy)
         return DisaggregatedAgentLoopManager([task], buffer)
 
     trained: list[int] = []

@@ -100,11 +100,11 @@ def test_the_tiny_trainer_learns_on_ray_and_goes_on_where_it_was(place: Place, t
     assert re.search(r"^step +3/3 +reward +add 0\.\d\d +staleness \d\.\d\d", output, re.MULTILINE), output
     assert "ledger of add, closed: {" in output
     assert "'trained': 72" in output
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["plane", "weights-000003.pt"]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step_3", "weights-000003.pt"]
 
     code, _, errors = place.run(*command, "--steps", "5")
     assert code == 2
-    assert "holds a run already; give --resume" in errors
+    assert "contains a run already; give --resume" in errors
 
     code, output, errors = place.run(*command, *storage, "--steps", "5", "--resume")
     assert errors == ""
@@ -122,7 +122,7 @@ def test_ctrl_c_ends_the_trainer_with_a_checkpoint_and_leaves_no_process_and_no_
     assert errors == ""
     assert code == 130
     assert "stopping after this step" in output
-    stopped = re.search(r"stopped at step (\d+) of 100000; go on with --resume", output)
+    stopped = re.search(r"stopped at step (\d+) of 100000; continue with --resume", output)
     assert stopped is not None, output
     assert (tmp_path / "run" / f"weights-{int(stopped[1]):06d}.pt").exists()
     assert place.left() == []
@@ -188,7 +188,7 @@ def test_the_demo_on_ray_reaches_the_same_reward(
     place: Place, tmp_path: Path, engines: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On-policy, a completion depends on weights, prompt and seed only: where it is generated changes nothing."""
-    command = ("demo", "--colocated", "--steps", str(steps), "--tasks", "add", "--runs", str(tmp_path))
+    command = ("demo", "--mode", "in_turns", "--steps", str(steps), "--tasks", "add", "--runs", str(tmp_path))
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds to it
     plain = CliRunner().invoke(main, [*command, "--name", "here"])  # in this process, which has torch already
     assert plain.exit_code == 0, plain.output

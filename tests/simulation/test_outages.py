@@ -22,6 +22,7 @@ from forebay import (
     EngineError,
     FunctionAgentLoop,
     InvalidInput,
+    ManagedTask,
     ProducerStopped,
     ReplayBuffer,
     RewardUnavailable,
@@ -30,13 +31,13 @@ from forebay import (
     Status,
     StorageUnavailable,
     SyncProduceStrategy,
-    Task,
     Timeouts,
 )
 from forebay.buffer.internal import internals
 from forebay.produce import NoProgress
 from forebay.storage.local.memory import MemoryStorage
 from forebay.testing.simulate import check_ledger, run
+from tests.support import taken
 
 TASK = "math"
 MEMBERS = 4
@@ -59,8 +60,8 @@ class Plane:
         self.batch_size = batch_size
         self.loop = loop
         strategy = AsyncProduceStrategy(self.buffer, progress=NoProgress(), **options)
-        sampler = Sampler([{"prompt": f"q{i}"} for i in range(1000)], prompt_repeat_k=members, shuffle=False)
-        task = Task(name=TASK, sampler=sampler, agent_loop=loop, strategy=strategy)
+        sampler = Sampler([{"prompt": f"q{i}"} for i in range(1000)], group_size=members, shuffle=False)
+        task = ManagedTask(name=TASK, sampler=sampler, agent_loop=loop, strategy=strategy)
         self.manager = DisaggregatedAgentLoopManager([task], self.buffer)
         self.trained: list[list[RolloutState]] = []
         self.step_times: list[float] = []
@@ -179,7 +180,7 @@ def test_siblings_of_a_member_that_hangs_keep_their_tokens_and_their_tries() -> 
     async def main() -> None:
         buffer = ReplayBuffer(max_groups=1)  # so that no other group completes the batch
         strategy = AsyncProduceStrategy(buffer, enable_partial_rollout=True, max_staleness=1, progress=NoProgress())
-        sampler = Sampler([{"prompt": "q"}], prompt_repeat_k=4)
+        sampler = Sampler([{"prompt": "q"}], group_size=4)
         await strategy.produce_batch(FunctionAgentLoop(some), sampler, 1, TASK, train_step=1, model_step=0)
         await strategy.pause()
         async with buffer.lease_batch({TASK: 1}, train_step=1) as lease:
@@ -274,9 +275,9 @@ def test_a_long_outage_of_the_reward_service_is_an_error_that_costs_no_try(secon
         strategy = AsyncProduceStrategy(
             buffer, max_staleness=20, over_sample_threshold=0.5, reward_fn=reward, progress=NoProgress()
         )
-        sampler = Sampler([{"prompt": f"q{i}"} for i in range(500)], prompt_repeat_k=MEMBERS)
+        sampler = Sampler([{"prompt": f"q{i}"} for i in range(500)], group_size=MEMBERS)
         loop = FunctionAgentLoop(generate, cancel_on_pause=False)
-        task = Task(name=TASK, sampler=sampler, agent_loop=loop, strategy=strategy)
+        task = ManagedTask(name=TASK, sampler=sampler, agent_loop=loop, strategy=strategy)
         trained: list[RolloutState] = []
         errors, step = 0, 1
         async with AgentLoopManager([task], buffer) as manager:
@@ -527,14 +528,14 @@ def test_one_engine_of_two_is_not_given_up_while_the_other_works() -> None:
     async def main() -> None:
         buffer = ReplayBuffer()
 
-        def task(name: str, until: float) -> Task:
+        def task(name: str, until: float) -> ManagedTask:
             async def generate(state: RolloutState) -> None:
                 await asyncio.sleep(1)
                 if 5 < now() < until or now() > 3000:
                     raise ConnectionRefusedError(f"connection refused by the server of {name}")
                 answer(state)
 
-            return Task(
+            return ManagedTask(
                 name=name,
                 sampler=Sampler([{"prompt": f"q{i}"} for i in range(100)]),
                 agent_loop=FunctionAgentLoop(generate),
@@ -677,7 +678,7 @@ def two_tasks(rejecting: Callable[[], bool], **budgets: Any) -> tuple[ReplayBuff
         answer(state)
 
     tasks = [
-        Task(
+        ManagedTask(
             name=name,
             sampler=Sampler([{"prompt": f"q{i}"} for i in range(9)]),
             agent_loop=FunctionAgentLoop(generate),
@@ -741,7 +742,6 @@ class Away(MemoryStorage):
     def __init__(self, since: float, seconds: float) -> None:
         super().__init__()
         self.since, self.until = since, since + seconds
-        self.away_when_settled = False  # from the first settlement on
 
     def _check(self) -> None:
         if self.since <= now() < self.until:
@@ -760,7 +760,6 @@ class Away(MemoryStorage):
         return await super().claim(*args, **kwargs)
 
     async def settle(self, *args: Any, **kwargs: Any) -> Any:
-        self.since = now() if self.away_when_settled else self.since
         self._check()
         return await super().settle(*args, **kwargs)
 
@@ -785,7 +784,7 @@ def test_a_storage_that_is_away_for_a_while_costs_time_only(since: float, coloca
 
         strategy = AsyncProduceStrategy(buffer, max_staleness=3, over_sample_threshold=0.5, progress=NoProgress())
         sampler = Sampler([{"prompt": f"q{i}"} for i in range(500)])
-        task = Task(name=TASK, sampler=sampler, agent_loop=FunctionAgentLoop(generate), strategy=strategy)
+        task = ManagedTask(name=TASK, sampler=sampler, agent_loop=FunctionAgentLoop(generate), strategy=strategy)
         trained: list[int | None] = []
         if colocated:
             async with AgentLoopManager([task], buffer) as manager:
@@ -817,7 +816,7 @@ def test_a_storage_that_stays_away_is_an_error() -> None:
             answer(state)
 
         strategy = SyncProduceStrategy(buffer, progress=NoProgress())
-        task = Task(
+        task = ManagedTask(
             name=TASK, sampler=Sampler([{"prompt": "q"}]), agent_loop=FunctionAgentLoop(generate), strategy=strategy
         )
         async with AgentLoopManager([task], buffer, storage_retry_s=30) as manager:
@@ -843,7 +842,7 @@ class Trainer:
 
         strategy = AsyncProduceStrategy(self.buffer, max_staleness=5, progress=NoProgress())
         sampler = Sampler([{"prompt": f"q{i}"} for i in range(500)], shuffle=False)
-        task = Task(name=TASK, sampler=sampler, agent_loop=FunctionAgentLoop(generate), strategy=strategy)
+        task = ManagedTask(name=TASK, sampler=sampler, agent_loop=FunctionAgentLoop(generate), strategy=strategy)
         kind = AgentLoopManager if colocated else DisaggregatedAgentLoopManager
         self.manager = kind([task], self.buffer, storage_retry_s=30)
 
@@ -924,13 +923,14 @@ def test_a_step_that_was_acknowledged_late_is_not_handed_out_again(colocated: bo
 def test_a_batch_that_could_not_be_given_back_in_an_outage_is_handed_out_again(colocated: bool, awaited: bool) -> None:
     async def main() -> None:
         async with Trainer(colocated) as trainer:
-            if awaited:  # taken for good, but the acknowledgement fails, and nobody gets the groups
-                trainer.storage.away_when_settled = True
+            if awaited:
+                held = await trainer.batch(1)
+                trainer.cut()
                 with pytest.raises(StorageUnavailable):
-                    await trainer.batch(1)
+                    await held.nack()
+                assert held.open
             else:
                 await trainer.trains_in_an_outage(ValueError("training failed"))
-            trainer.storage.away_when_settled = False
             await trainer.restore()
             async with trainer.batch(1) as batch:
                 assert sorted(group[0].group_id or 0 for group in batch.groups) == [0, 1, 2, 3]
@@ -967,7 +967,7 @@ def test_a_claim_that_an_outage_interrupts_is_not_leased_forever() -> None:
             with pytest.raises(StorageUnavailable):
                 await trainer.batch(1)
             await trainer.restore()
-            assert len((await trainer.batch(1)).groups) == 4
+            assert len((await taken(trainer.batch(1))).groups) == 4
             assert await trainer.ledger() == {"issued": 4, "trained": 4}
 
     run(main)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from forebay import (
+    AsyncBatch,
     AsyncProduceStrategy,
     Budgets,
     DisaggregatedAgentLoopManager,
@@ -26,18 +27,17 @@ from forebay import (
     InvalidConfig,
     InvalidInput,
     LostLease,
+    ManagedTask,
     MemoryStorage,
     NoProgress,
-    ProduceBatchResult,
     ProducerStopped,
-    ProduceStatus,
     ReplayBuffer,
     RolloutState,
     Sampler,
     StalenessReplayPolicy,
-    Task,
     Timeouts,
     WaitTimeout,
+    WeightsTooOld,
 )
 from forebay.core.ledger import Account, Clock, Row
 from forebay.core.staleness import group_staleness
@@ -45,6 +45,7 @@ from forebay.errors import StorageError
 from forebay.storage.base import Listener, Operation, Storage
 from forebay.storage.values import Reaped, Snapshot
 from forebay.testing.simulate import LongTail, SimulatedEngine, check_ledger, check_nothing_lost, run
+from tests.support import taken
 from tests.test_strategy import simulated
 
 RUNS, SLOW_RUNS, BATCH, LEASE_S = 200, 2_000, 4, 30.0
@@ -118,9 +119,9 @@ class Process:
             progress=NoProgress(),
         )
         prompts = [{"prompt": f"{n}"} for n in range(23)]
-        self.task = Task(
+        self.task = ManagedTask(
             name=options.get("task", "math"),
-            sampler=Sampler(prompts, prompt_repeat_k=options.get("group_size", 2)),
+            sampler=Sampler(prompts, group_size=options.get("group_size", 2)),
             agent_loop=FunctionAgentLoop(options["generate"]) if "generate" in options else self.engine,
             strategy=strategy,
             weight=options.get("weight", 1.0),
@@ -196,7 +197,7 @@ class Cluster:
             process.engine.set_weights(step)
         await manager.continue_produce(step)
 
-    def look_at(self, batch: ProduceBatchResult, step: int) -> None:
+    def look_at(self, batch: AsyncBatch, step: int) -> None:
         threshold = self.trainer.task.strategy.stale_threshold
         for group in batch.groups:
             assert group_staleness(group, step) < threshold, f"too old at step {step}"  # G6
@@ -220,12 +221,13 @@ class Cluster:
         killing: list[asyncio.Task[None]] = []
         for step in range(1, steps + 1):
             while True:
-                async with self.trainer.manager.get_batch(BATCH, step, timeout_s=10_000) as batch:
-                    if batch.status is ProduceStatus.NORMAL:
+                try:
+                    async with self.trainer.manager.get_batch(BATCH, step, timeout_s=10_000) as batch:
                         self.look_at(batch, step)
                         await asyncio.sleep(self.chance.choice((0.1, 3.0)))
-                        break
-                await self.sync(step - 1)
+                    break
+                except WeightsTooOld:
+                    await self.sync(step - 1)
             await self.check()
             if self.chance.random() < 0.3:
                 killing.append(asyncio.create_task(self.replace(self.chance.randrange(3))))
@@ -296,11 +298,13 @@ async def test_a_pause_waits_no_longer_than_a_lease_for_a_hung_and_a_dead_produc
         process.engine.set_weights(2)
     await trainer.manager.continue_produce(2)
     hung.link.answers.set()  # it finds that it was removed, drops what it has, and joins again
-    for step in range(3, 8):
+    for step in range(3, 6):
         async with trainer.manager.get_batch(BATCH, step, timeout_s=1_000) as batch:
             assert all(version in (0, 2) for group in batch.groups for version in versions(group))
         await trainer.manager.pause_produce()
         await trainer.manager.continue_produce(2)
+    with pytest.raises(WeightsTooOld):
+        await trainer.manager.get_batch(BATCH, 6, timeout_s=1_000)
     assert hung.buffer.owner in trainer.manager.run.agreed.members
     await ended(trainer, hung, alive)
 
@@ -338,14 +342,28 @@ async def test_producers_wait_for_the_trainer_to_begin() -> None:
 
 
 @simulated
+async def test_producers_that_wait_for_a_trainer_follow_its_pause() -> None:
+    storage = MemoryStorage(clock=asyncio.get_running_loop().time)
+    producer, trainer = Process(storage).produce(), Process(storage, 1)
+    await asyncio.sleep(100)
+    assert await trainer.manager.pause_produce() < LEASE_S, "the producer has confirmed it"
+    await asyncio.sleep(100)
+    assert (await storage.summary()).task("math").account.issued == 0
+    await trainer.manager.continue_produce(0)
+    async with trainer.manager.get_batch(BATCH, 1, timeout_s=100):
+        pass
+    await ended(trainer, producer)
+
+
+@simulated
 async def test_g11_a_trainer_without_producers_waits_and_says_so() -> None:
     storage = MemoryStorage(clock=asyncio.get_running_loop().time)
     trainer = Process(storage)
     with pytest.raises(WaitTimeout, match="no producer takes part"):
-        await trainer.manager.get_batch(BATCH, 1, timeout_s=100)
+        await taken(trainer.manager.get_batch(BATCH, 1, timeout_s=100))
     producer = Process(storage, 1, lengths=SLOW).produce()
     with pytest.raises(WaitTimeout) as late:
-        await trainer.manager.get_batch(BATCH, 1, timeout_s=1)
+        await taken(trainer.manager.get_batch(BATCH, 1, timeout_s=1))
     assert f"held by {producer.buffer.owner}" in str(late.value)
     await ended(trainer, producer)
 
@@ -455,7 +473,6 @@ async def refused(state: RolloutState) -> None:
     [
         ({"max_staleness": 1}, r"limits of task 'math' is .*stale_threshold': 3.* there, .*stale_threshold': 2.* here"),
         ({"group_size": 3}, "group_size of task 'math' is 2 there, 3 here"),
-        ({"weight": 2.0}, "weight of task 'math' is 1.0 there, 2.0 here"),
         ({"batch_size": 5}, "batch_size is 4 there, 5 here"),
         ({"task": "code"}, None),
     ],
@@ -492,7 +509,7 @@ async def test_clocks_never_go_back() -> None:
     with pytest.raises(InvalidInput, match="those of step 1 were already used"):
         await trainer.manager.continue_produce(0)
     with pytest.raises(InvalidInput, match="train step 1 was already acknowledged"):
-        await trainer.manager.get_batch(BATCH, 1)
+        await taken(trainer.manager.get_batch(BATCH, 1))
     await ended(trainer, *producers)
 
 
@@ -501,7 +518,7 @@ async def test_one_trainer_at_a_time_and_the_next_one_when_it_is_dead() -> None:
     storage, trainer, producers = await begun()
     second = Process(storage, 8)
     with pytest.raises(InvalidConfig, match=f"{trainer.buffer.owner} already trains 'math'"):
-        await second.manager.get_batch(BATCH, 2)
+        await taken(second.manager.get_batch(BATCH, 2))
     await trainer.kill()
     now = asyncio.get_running_loop().time
     began = now()
@@ -541,6 +558,30 @@ def test_g04_a_resume_fences_the_producers_of_the_run_before(tmp_path: Path) -> 
             pass
         late.link.answers.set()
         await ended(again, late, *newcomers)
+
+    main()
+
+
+def test_g04_producers_that_wait_draw_nothing_before_a_checkpoint_is_resumed(tmp_path: Path) -> None:
+    @simulated
+    async def main() -> None:
+        first = Process(MemoryStorage(clock=asyncio.get_running_loop().time), 1)
+        await first.manager.save(tmp_path / "checkpoint", 2)
+        await first.stop()
+        store = MemoryStorage(clock=asyncio.get_running_loop().time)
+        producers = [Process(store, n).produce() for n in range(2, 5)]
+        await asyncio.sleep(100)
+        trainer = Process(store, 1)
+        joining = trainer.manager.run.join
+
+        async def slowly(*args: Any, **kwargs: Any) -> None:
+            await joining(*args, **kwargs)
+            await asyncio.sleep(100)  # producers learn that there is a trainer
+
+        trainer.manager.run.join = slowly  # type: ignore[method-assign]
+        assert await trainer.manager.resume(tmp_path / "checkpoint") == 2
+        assert (await store.summary()).task("math").account.issued == 0
+        await ended(trainer, *producers)
 
     main()
 

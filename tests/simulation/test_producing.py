@@ -51,7 +51,7 @@ class World:
             ignores_pause=chance.random() < 0.15,
         )
         self.dataset = [{"prompt": f"question {number}"} for number in range(chance.choice((1, 7, 50)))]
-        self.sampler = SamplerWithReplayBuffer(self.dataset, self.buffer, prompt_repeat_k=self.samples, seed=seed)
+        self.sampler = SamplerWithReplayBuffer(self.dataset, self.buffer, group_size=self.samples, seed=seed)
         judged = chance.choice((0.0, 0.0, 1.0))
         reject = chance.choice((0.0, 0.2))
         fate = random.Random(seed + 1)
@@ -202,7 +202,7 @@ def small_world(*, partial: bool) -> World:
     world.buffer = AsyncReplayBufferConfig().build()
     world.engine = SimulatedEngine(seed=3, lengths=LongTail(median=20, max_tokens=60), abort_latency_s=0.1)
     world.dataset = [{"prompt": f"question {number}"} for number in range(5)]
-    world.sampler = SamplerWithReplayBuffer(world.dataset, world.buffer, prompt_repeat_k=2)
+    world.sampler = SamplerWithReplayBuffer(world.dataset, world.buffer, group_size=2)
 
     async def reward(state: RolloutState) -> float:
         await asyncio.sleep(0.01)

@@ -21,20 +21,20 @@ import pytest
 
 from forebay import (
     AgentLoopManager,
+    AsyncBatch,
     AsyncProduceStrategy,
     AsyncReplayBufferConfig,
     Budgets,
     DisaggregatedAgentLoopManager,
+    ManagedTask,
     NoProgress,
-    ProduceBatchResult,
-    ProduceStatus,
     ReplayBuffer,
     RolloutState,
     Sampler,
     Status,
     SyncReplayBufferConfig,
-    Task,
     Timeouts,
+    WeightsTooOld,
 )
 from forebay.core.staleness import group_staleness, staleness
 from forebay.testing.simulate import LongTail, SimulatedEngine, check_ledger, check_nothing_lost, run
@@ -81,7 +81,7 @@ class World:
         self.done = 0  # the last step whose weights there are
         self.syncing = asyncio.Lock()
 
-    def _task(self, name: str, interval: int) -> Task:
+    def _task(self, name: str, interval: int) -> ManagedTask:
         chance = self.chance
         max_staleness = chance.choice((0, 1, 2, 4))
         partial = (max_staleness + 1) * interval > 1 and chance.random() < 0.7
@@ -98,9 +98,9 @@ class World:
             budgets=Budgets(max_consecutive_failures=10_000),
             progress=NoProgress(),
         )
-        sampler = Sampler([{"prompt": f"{n}"} for n in range(11)], prompt_repeat_k=chance.choice((1, 2)))
+        sampler = Sampler([{"prompt": f"{n}"} for n in range(11)], group_size=chance.choice((1, 2)))
         weight = chance.choice((1.0, 2.0))
-        return Task(name=name, sampler=sampler, agent_loop=self.engine, strategy=strategy, weight=weight)
+        return ManagedTask(name=name, sampler=sampler, agent_loop=self.engine, strategy=strategy, weight=weight)
 
     # --- the trainer --------------------------------------------------------------------------------
 
@@ -136,13 +136,18 @@ class World:
 
     async def trained_ahead(self, manager: DisaggregatedAgentLoopManager, step: int) -> bool:
         """One step, with new weights after it now and then; False if the weights were too old for it."""
-        async with manager.get_batch(BATCH, step, timeout_s=10_000) as batch:
-            if batch.status is ProduceStatus.EXPIRED_BATCH:
-                assert not batch.groups
-                assert self.engine.model_step < self.done, "newer weights were asked for, and there are none"
-                self.seen["expired batches"] += 1
-                return False
-            await self.look_at(batch)
+        refused: WeightsTooOld | None = None
+        try:
+            async with manager.get_batch(BATCH, step, timeout_s=10_000) as batch:
+                await self.look_at(batch)
+        except WeightsTooOld as late:
+            refused = late
+        if refused is not None:
+            assert refused.step == step
+            assert refused.model_step < self.done, "newer weights were asked for, and there are none"
+            assert self.engine.model_step < self.done, "newer weights were asked for, and there are none"
+            self.seen["weights too old"] += 1
+            return False
         self.done = step
         if self.chance.random() < self.sync_share:
             await self.sync()
@@ -164,10 +169,9 @@ class World:
             await self.sync()
             self.seen["syncs between"] += 1
 
-    async def look_at(self, batch: ProduceBatchResult) -> None:
-        assert batch.status is ProduceStatus.NORMAL
+    async def look_at(self, batch: AsyncBatch) -> None:
         assert len(batch.groups) == BATCH
-        step = batch.train_step
+        step = batch.step
         for name, groups in batch.groups_by_task.items():
             threshold = self.thresholds[name]
             for group in groups:
@@ -239,7 +243,7 @@ def test_g06_staleness_never_reaches_its_threshold_in_a_thousand_steps() -> None
         return
     seen = explore(range(RUNS))
     assert seen["steps"] == RUNS * STEPS == 1_000
-    for rare in ("expired batches", "syncs between", "at the bound", "of several weights", "masked tokens", "failures"):
+    for rare in ("weights too old", "syncs between", "at the bound", "of several weights", "masked tokens", "failures"):
         assert seen[rare] > 10, f"hardly any {rare}: {seen}"
 
 

@@ -37,6 +37,7 @@ from forebay import (
     Budgets,
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
+    ManagedTask,
     NoProgress,
     ReplayBuffer,
     RolloutState,
@@ -44,7 +45,6 @@ from forebay import (
     Sampler,
     StalenessReplayPolicy,
     Status,
-    Task,
     Timeouts,
 )
 from forebay.core.rollout import ISSUED_FIELDS
@@ -540,9 +540,9 @@ class World:
         self.buffer = buffer = ReplayBuffer(StalenessReplayPolicy(), storage)
         self.strategy = AsyncProduceStrategy(buffer, **self.options)
         prompts = [issued_prompt(number) for number in range(3)]
-        self.sampler = Sampler(prompts, prompt_repeat_k=self.engine.group_size, shuffle=False)
+        self.sampler = Sampler(prompts, group_size=self.engine.group_size, shuffle=False)
         self.loop = self.new_agent_loop()
-        task = Task(name=TASK, sampler=self.sampler, agent_loop=self.loop, strategy=self.strategy)
+        task = ManagedTask(name=TASK, sampler=self.sampler, agent_loop=self.loop, strategy=self.strategy)
         manager = DisaggregatedAgentLoopManager(task, buffer, sync_weights_interval=self.interval)
         self.manager = manager if self.ahead else None
         self.producer: asyncio.Task[None] | None = None

@@ -11,11 +11,11 @@ from forebay import (
     AsyncProduceStrategy,
     DisaggregatedAgentLoopManager,
     FunctionAgentLoop,
+    ManagedTask,
     ReplayBuffer,
     RolloutState,
     Sampler,
     Status,
-    Task,
 )
 from forebay.produce import NoProgress
 from forebay.storage.postgres import PostgresStorage
@@ -35,8 +35,8 @@ async def test_g03_a_database_that_is_away_for_a_while_costs_time_only(caplog: p
     try:
         buffer = ReplayBuffer(storage=PostgresStorage(server.dsn, "outage"), lease_s=4 * HANG_S)
         strategy = AsyncProduceStrategy(buffer, max_staleness=2, over_sample_threshold=1.0, progress=NoProgress())
-        sampler = Sampler([{"prompt": f"q{i}"} for i in range(500)], prompt_repeat_k=2)
-        task = Task(name="math", sampler=sampler, agent_loop=FunctionAgentLoop(answer), strategy=strategy)
+        sampler = Sampler([{"prompt": f"q{i}"} for i in range(500)], group_size=2)
+        task = ManagedTask(name="math", sampler=sampler, agent_loop=FunctionAgentLoop(answer), strategy=strategy)
         manager = DisaggregatedAgentLoopManager([task], buffer, storage_retry_s=HANG_S)
         trained: list[int | None] = []
         async with manager:

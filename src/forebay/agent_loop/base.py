@@ -358,6 +358,10 @@ class FunctionAgentLoop(AgentLoop):
         for member in members:
             if member.status is Status.INIT:
                 _set_status(member, stopped)
+            if member.status is Status.INIT:
+                raise InvalidGroup(
+                    "the function left response, response_ids and input_ids empty; fill in the answer, or set a status"
+                )
         return result
 
 

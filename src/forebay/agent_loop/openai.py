@@ -135,7 +135,8 @@ class OpenAIAgentLoop(AgentLoop):
         self.down_timeout_s = down_timeout_s
         self._outage = Outage(self._root, down_timeout_s, first_delay_s=self.backoff_s)
         self._max_bytes = integer_setting("max_response_bytes", max_response_bytes, least=1)
-        self._slots = asyncio.Semaphore(integer_setting("max_concurrency", max_concurrency, least=1))
+        self._max_concurrency = integer_setting("max_concurrency", max_concurrency, least=1)
+        self._slots = asyncio.Semaphore(self._max_concurrency)
         self._stream = bool(stream)
         self._extra = _checked_extra(extra_body)
         if vocabulary is not None:
@@ -161,16 +162,19 @@ class OpenAIAgentLoop(AgentLoop):
         # Jitter keeps processes from retrying in step, so each has a different seed. Results do not depend on it.
         self._random = random.Random(f"{socket.gethostname()} {os.getpid()}")
         self._owns_client = client is None
+        self._client = client or self._new_client()
+
+    def _new_client(self) -> httpx.AsyncClient:
         # The environment is ignored: a proxy that it names would be put between us and a local server, and read every
         # prompt. The pool has no limit: `max_concurrency` is the limit, and httpcore never frees the slot of a request
         # that was cancelled while connecting (encode/httpcore#1099), so that pauses would exhaust the pool.
-        self._client = client or httpx.AsyncClient(
+        return httpx.AsyncClient(
             trust_env=False,
             transport=NamedHosts(
                 httpx.AsyncHTTPTransport(
                     trust_env=False,
                     verify=self.url.startswith("https:"),  # plain HTTP without redirects needs no certificates
-                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=max_concurrency),
+                    limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._max_concurrency),
                 )
             ),
         )
@@ -179,9 +183,11 @@ class OpenAIAgentLoop(AgentLoop):
         return f"<OpenAIAgentLoop {self.model!r} at {self.url}>"
 
     async def close(self) -> None:
-        """Close the connections. Call it when no request is in progress; further calls do nothing."""
+        """Close the connections, when no request is in progress. The loop can be used again, on any event loop."""
         if self._owns_client:
-            await self._client.aclose()
+            closing, self._client = self._client, self._new_client()
+            self._slots = asyncio.Semaphore(self._max_concurrency)
+            await closing.aclose()
 
     async def __aenter__(self) -> Self:
         return self

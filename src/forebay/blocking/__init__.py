@@ -1,13 +1,4 @@
-"""The buffer and the managers for synchronous trainers: the same methods, safe to call from any thread.
-
-    with blocking.DisaggregatedAgentLoopManager(build) as manager:
-        manager.start(64)                                        # produces in the background
-        for step in range(1, 1001):
-            with manager.get_batch(64, step, timeout_s=600) as batch:
-                train(batch.groups)                              # acknowledged after the block, returned if it raises
-            manager.pause_produce()
-            load_weights(engine)
-            manager.continue_produce(model_step=step)
+"""The buffer for synchronous code: the same methods, safe to call from any thread. Trainers use `RolloutLoader`.
 
     with blocking.ReplayBuffer(forebay.AsyncReplayBufferConfig()) as buffer:
         buffer.submit(produce(buffer.native))                    # async producers run on the buffer's own loop
@@ -23,25 +14,15 @@ lease.
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Callable
-from functools import partial
-from typing import ClassVar, Generic, TypeVar
-
-from msgspec.structs import asdict
 
 from forebay import buffer as buffers
-from forebay import manager as managers
 from forebay.blocking.thread import Facade, LoopOwner, LoopThread, blocking, on_loop, result_of
 from forebay.config import ReplayBufferConfig
-from forebay.core.aio import ignore_exception
 from forebay.core.rollout import RolloutState
-from forebay.errors import BufferClosed, ForebayError, InvalidInput
-from forebay.manager.base import Manager
-from forebay.manager.disaggregated import LoadWeights
+from forebay.errors import BufferClosed, ForebayError
 
-__all__ = ["AgentLoopManager", "Batch", "BatchRequest", "DisaggregatedAgentLoopManager", "Lease", "ReplayBuffer"]
+__all__ = ["Lease", "ReplayBuffer"]
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +59,7 @@ class Lease(Facade[buffers.Lease]):
         return self.native.open
 
     def shard(self, rank: int, world_size: int) -> Groups:
-        """Whole groups for one trainer rank; see `forebay.buffer.lease.shard`."""
+        """Whole groups for one trainer rank; see `forebay.collate.shard`."""
         return self.native.shard(rank, world_size)
 
     ack = blocking(buffers.Lease.ack, uncancelled=True)
@@ -155,196 +136,3 @@ class ReplayBuffer(LoopOwner[buffers.ReplayBuffer]):
     explain_wait = blocking(buffers.ReplayBuffer.explain_wait)
     save = blocking(buffers.ReplayBuffer.save)
     resume = blocking(buffers.ReplayBuffer.resume)
-
-
-M = TypeVar("M", bound=Manager)
-
-
-class Batch(managers.ProduceBatchResult, kw_only=True, eq=False, weakref=True):
-    """A batch for one train step; see `forebay.ProduceBatchResult`.
-
-    `lease` settles it from any thread. It is None if the batch was taken for good, or is empty (EXPIRED_BATCH).
-    """
-
-    lease: Lease | None = None  # type: ignore[assignment]  # its methods block, so it is no native lease
-
-    def __repr__(self) -> str:
-        leased = "" if self.lease is None else ", held" if self.lease.open else ", settled"
-        return f"<Batch for train step {self.train_step}: {len(self.groups)} groups, {self.status}{leased}>"
-
-
-class BatchRequest:
-    """What `produce_batch` and `get_batch` return. Nothing is requested before it is entered or taken, once.
-
-    with manager.get_batch(64, step) as batch:       # a lease: acknowledged after the block, returned if it raises
-        train(batch.groups)
-
-    batch = manager.get_batch(64, step).take()       # taken for good
-    """
-
-    def __init__(self, request: managers.BatchRequest, thread: LoopThread) -> None:
-        self._request = request
-        self._thread = thread
-        self._lease: Lease | None = None
-
-    def take(self) -> Batch:
-        """Wait for the batch, and take it for good: a later interrupt does not return it to the buffer."""
-        return self._thread.call(self._take)
-
-    async def _take(self) -> Batch:
-        return self._batch(await self._request)
-
-    def __enter__(self) -> Batch:
-        return self._thread.call(self._enter, undo=_return)
-
-    async def _enter(self) -> Batch:
-        batch = self._batch(await self._request.__aenter__())
-        self._lease = batch.lease
-        return batch
-
-    def _batch(self, result: managers.ProduceBatchResult) -> Batch:
-        lease = None if result.lease is None else Lease(result.lease, self._thread)
-        return Batch(**{**asdict(result), "lease": lease})
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if self._lease is not None:
-            self._lease.__exit__(kind, error, trace)
-
-
-async def _return(batch: Batch) -> None:
-    if batch.lease is not None:
-        await batch.lease.native.nack()
-
-
-class _Manager(LoopOwner[M], Generic[M]):
-    """What both managers are: a native manager on its own event loop."""
-
-    _native_type: ClassVar[type[Manager]]
-
-    def __init__(self, manager: M | Callable[[], M]) -> None:
-        if not callable(manager):
-            self._check(manager)
-        thread = LoopThread("manager")
-        try:
-            built = thread.call(partial(self._build, manager), undo=_end) if callable(manager) else manager
-        except BaseException:
-            thread.stop(wait=False)  # after an interrupt the caller does not wait for a build that hangs
-            raise
-        thread.cleanup = partial(_end, built)
-        super().__init__(built, thread)
-
-    async def _build(self, build: Callable[[], M]) -> M:
-        manager = build()
-        self._check(manager)
-        return manager
-
-    def _check(self, manager: M) -> None:
-        if not isinstance(manager, self._native_type):
-            name = self._native_type.__name__
-            raise InvalidInput(
-                f"blocking.{name} got {manager!r:.80}; expected a forebay.{name}, or a function without arguments that "
-                "builds one"
-            )
-
-    def __repr__(self) -> str:
-        return f"<blocking {type(self).__name__} of tasks {', '.join(self.native.tasks)}>"
-
-    @property
-    def buffer(self) -> buffers.ReplayBuffer:
-        """The native buffer, for coroutines on the manager's event loop."""
-        return self.native.replay_buffer
-
-    @property
-    def model_step(self) -> int:
-        """The step of the weights that generate."""
-        return self.native.model_step
-
-    @property
-    def next_train_step(self) -> int:
-        """The first step that was not acknowledged."""
-        return self.native.next_train_step
-
-    def _request(self, request: managers.BatchRequest) -> BatchRequest:
-        self._thread.check_open()
-        return BatchRequest(request, self._thread)
-
-    save = blocking(Manager.save)
-    resume = blocking(Manager.resume)
-    ledger = blocking(Manager.ledger)
-    stats = blocking(Manager.stats)
-    explain_wait = blocking(Manager.explain_wait)
-    shutdown = blocking(Manager.shutdown)
-
-
-async def _end(manager: Manager) -> None:
-    try:
-        await manager.shutdown()
-    finally:
-        await manager.replay_buffer.close()
-
-
-class AgentLoopManager(_Manager[managers.AgentLoopManager]):
-    """A `forebay.AgentLoopManager` for synchronous code, safe to share between threads.
-
-    It takes a manager that is not in use yet (nor its buffer), or a function that builds one on the loop's thread.
-    """
-
-    _native_type = managers.AgentLoopManager
-
-    @result_of(managers.AgentLoopManager.produce_batch)
-    def produce_batch(self, request: managers.BatchRequest) -> BatchRequest:
-        """A batch for one train step, produced when it is entered with `with` (a lease), or taken with `take()`."""
-        return self._request(request)
-
-
-class DisaggregatedAgentLoopManager(_Manager[managers.DisaggregatedAgentLoopManager]):
-    """A `forebay.DisaggregatedAgentLoopManager` for synchronous code, safe to share between threads.
-
-    It takes a manager that is not in use yet (nor its buffer), or a function that builds one on the loop's thread.
-    """
-
-    _native_type = managers.DisaggregatedAgentLoopManager
-    _producer: asyncio.Task[None] | None = None  # asyncio itself holds tasks only weakly
-
-    @property
-    def bound(self) -> int:
-        """The last train step for which the present weights are fresh enough, for every task."""
-        return self.native.bound
-
-    @property
-    def producer_state(self) -> managers.ProducerState:
-        """Whether the producer runs, is paused or is closed."""
-        return self.native.producer_state
-
-    def start(self, batch_size: int, *, load_weights: LoadWeights | None = None) -> None:
-        """Run `produce_loop` in the background until `shutdown` or `close`.
-
-        An error at its start is raised here; a later one by the next `get_batch`, after which it may be started again.
-        """
-        self._producer = self._thread.call(partial(self._start, batch_size, load_weights), undo=_cancel)
-
-    async def _start(self, batch_size: int, load_weights: LoadWeights | None) -> asyncio.Task[None]:
-        producing = self.native.produce_loop(batch_size, load_weights=load_weights)
-        producer = asyncio.create_task(producing, name="produce_loop")
-        producer.add_done_callback(ignore_exception)
-        try:
-            await asyncio.sleep(0)  # its first step, which checks its arguments
-        except asyncio.CancelledError:
-            await _cancel(producer)
-            raise
-        if producer.done():
-            producer.result()
-        return producer
-
-    @result_of(managers.DisaggregatedAgentLoopManager.get_batch)
-    def get_batch(self, request: managers.BatchRequest) -> BatchRequest:
-        """The batch of a train step, waited for when it is entered with `with` (a lease), or taken with `take()`."""
-        return self._request(request)
-
-    pause_produce = blocking(managers.DisaggregatedAgentLoopManager.pause_produce)
-    continue_produce = blocking(managers.DisaggregatedAgentLoopManager.continue_produce)
-
-
-async def _cancel(producer: asyncio.Task[None]) -> None:
-    producer.cancel()
-    await asyncio.wait((producer,))

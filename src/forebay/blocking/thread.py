@@ -39,6 +39,9 @@ Undo = Callable[[T], Work[None]]
 _END_S = 15.0
 """How long cancelled tasks may take to end before they are abandoned; agent loops alone get ten seconds."""
 
+_NOTICE_S = 0.5
+"""A signal that arrives just before a thread blocks does not wake it: Python looks for it again after this time."""
+
 _EXIT_S = 5.0
 """How long a process that exits without closing waits for its loops to end."""
 
@@ -81,7 +84,16 @@ class Call(Generic[T]):
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the result. CancelledError if the task was cancelled or abandoned, `queue.Empty` at the timeout."""
-        self._ended.get(timeout=timeout_s)
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left_s = _NOTICE_S if deadline is None else deadline - time.monotonic()
+            try:
+                self._ended.get(timeout=max(0.0, min(left_s, _NOTICE_S)))
+            except queue.Empty:
+                if deadline is not None and left_s <= _NOTICE_S:
+                    raise
+            else:
+                break
         if self.error is not None:
             raise self.error
         if self._result is None:
@@ -140,7 +152,8 @@ class LoopThread:
         if self._closing:
             raise BufferClosed(f"this blocking {self._name} is closed; make a new one")
 
-    def _refuse_itself(self) -> None:
+    def refuse_itself(self) -> None:
+        """WrongEventLoop if this thread is the caller."""
         if threading.current_thread() is self._thread:
             raise WrongEventLoop(
                 f"a blocking call from the {self._name}'s own event loop would wait for itself; use `.native` there"
@@ -149,7 +162,7 @@ class LoopThread:
     def submit(self, work: Work[T]) -> concurrent.futures.Future[T]:
         """Run a coroutine without waiting for it; `stop` cancels it."""
         try:
-            self._refuse_itself()
+            self.refuse_itself()
             with self._guard:
                 self.check_open()
                 future = asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -185,7 +198,7 @@ class LoopThread:
             raise
 
     def _schedule(self, call: Call[Any]) -> None:
-        self._refuse_itself()
+        self.refuse_itself()
         with self._guard:
             self.check_open()
             self.loop.call_soon_threadsafe(self._start, call)
@@ -201,7 +214,7 @@ class LoopThread:
 
         If `cleanup` failed, its error is raised to the first caller, after everything has ended.
         """
-        self._refuse_itself()
+        self.refuse_itself()
         with self._guard:
             self._closing = True
             first = self._ending is None

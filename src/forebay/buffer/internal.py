@@ -240,10 +240,12 @@ class Internals:
 
     # --- producing ------------------------------------------------------------------------------------
 
-    async def summary(self, tasks: Collection[str] | None = None, *, holdings: bool = False) -> Summary:
+    async def summary(
+        self, tasks: Collection[str] | None = None, *, holdings: bool = False, owners: bool = False
+    ) -> Summary:
         """Every count of these tasks (None: of all), of one moment."""
         await self.session.ready()
-        summary = await self._storage.summary(tasks, holdings=holdings, owners=bool(self.on_summary))
+        summary = await self._storage.summary(tasks, holdings=holdings, owners=owners or bool(self.on_summary))
         self.expiry.learn(summary)
         for reference in tuple(self.on_summary):
             if (see := reference()) is not None:
@@ -331,6 +333,26 @@ class Internals:
         self.restores += 1
         await self.expiry.recall()
         return manifest
+
+    async def start_over(self, tasks: Collection[str] | None) -> None:
+        """A run begins with the weights of step 0: a durable store keeps what it trains from now on, until it is saved.
+
+        If an earlier run began here and saved nothing, what it trained is lost with its weights, and comes back.
+        """
+        await self.session.ready()
+        storage = self._storage
+        if not storage.durable:
+            return
+        summary = await storage.summary(tasks)
+        steps = {task.saved_step(summary.saved_step) for task in summary.tasks.values()} or {summary.saved_step}
+        if steps == {0}:
+            rewound = await storage.rewind(0, tasks)
+            if rewound:
+                log.warning("store_rewound model_step=0 %s: there is no checkpoint, so they are trained again", rewound)
+            self.restores += 1
+            await self.expiry.recall()
+        elif steps == {None} and not any(task.account.train_step for task in summary.tasks.values()):
+            await storage.saved(0, tasks)
 
 
 def mark_aborted(group: Iterable[RolloutState], reason: str | None = None) -> None:

@@ -12,18 +12,18 @@ expired right after it; groups that cannot be handed out go back.
 from __future__ import annotations
 
 import asyncio
-import heapq
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from msgspec.structs import replace
 
 from forebay.buffer.admission import Expiry
 from forebay.buffer.session import Session
+from forebay.collate.balance import shard
 from forebay.core.aio import see_through, uncancelled
 from forebay.core.capacity import check_ever_fits
 from forebay.core.ledger import Event, Place, present, separate_extra_fields
@@ -66,11 +66,16 @@ class Lease:
         self._uids = uids
         self._settle = settle
         self._settled: Event | None = None
+        self._lost = False  # the groups were taken away
         self.owed: Event | None = None
 
     def __repr__(self) -> str:
-        state = "held" if self._settled is None else self._settled.name.lower()
-        return f"<Lease {self.id} for train step {self.train_step}: {len(self.groups)} groups, {state}>"
+        return f"<Lease {self.id} for train step {self.train_step}: {len(self.groups)} groups, {self.state}>"
+
+    @property
+    def state(self) -> str:
+        """Held, or how it was settled."""
+        return "lost" if self._lost else "held" if self._settled is None else self._settled.name.lower()
 
     @property
     def groups(self) -> list[list[RolloutState]]:
@@ -79,8 +84,13 @@ class Lease:
 
     @property
     def open(self) -> bool:
-        """Whether it was neither acknowledged nor given back yet."""
-        return self._settled is None
+        """Whether it was neither acknowledged nor given back yet, nor found to be lost."""
+        return self._settled is None and not self._lost
+
+    @property
+    def returned(self) -> bool:
+        """Whether it was given back, or lost."""
+        return self._lost or self._settled is Event.NACKED
 
     async def ack(self) -> None:
         """The trainer trained on these groups: they leave for good. LostLease if they were taken away."""
@@ -103,10 +113,11 @@ class Lease:
         except BaseException as error:
             if isinstance(error, StorageUnavailable):
                 self.owed = event
+            self._lost = self._settled is None and isinstance(error, LostLease)
             if watched is not None:
                 await uncancelled(watched(False))
             raise
-        self._settled = event
+        self._settled, self._lost = event, False
 
     async def settle_owed(self) -> None:
         """Settle it as was asked for while the storage was away. Nothing to do if the groups were taken away."""
@@ -125,14 +136,20 @@ class Lease:
         return [self._uids[group[0].task_name or "", group[0].group_id or 0] for group in groups]
 
     def shard(self, rank: int, world_size: int) -> list[list[RolloutState]]:
-        """Whole groups for one trainer rank; see `shard`."""
+        """Whole groups for one trainer rank; see `forebay.collate.shard`."""
         return shard(self.groups, rank, world_size)
 
     async def reject(self, groups: Sequence[Sequence[RolloutState]], reason: str) -> None:
         """These groups are of no use: they leave as discarded, for this reason; the others stay leased."""
-        checked_reason(reason)
+        await self._settle_some(groups, Event.REJECTED, checked_reason(reason))
+
+    async def give_back(self, groups: Sequence[Sequence[RolloutState]]) -> None:
+        """Give some of the groups back, to their old place in the order; the others stay leased."""
+        await self._settle_some(groups, Event.NACKED, None)
+
+    async def _settle_some(self, groups: Sequence[Sequence[RolloutState]], event: Event, reason: str | None) -> None:
         if self._settled is not None:
-            raise LostLease(f"{self!r}: it was already settled, and none of its groups can be rejected now")
+            raise LostLease(f"{self!r}: it was already settled, and none of its groups can be {event.name.lower()} now")
         chosen: dict[tuple[str, int], int] = {}
         for group in groups:
             first = group[0] if isinstance(group, (list, tuple)) and group else None
@@ -142,11 +159,18 @@ class Lease:
                     f"{group!r:.80} is not a group of {self!r}; expected a list of groups as they were handed out"
                 )
             chosen[identity] = self._uids[identity]
-        await self._settle(self.id, list(chosen.values()), Event.REJECTED, reason)
+        await self._settle(self.id, list(chosen.values()), event, reason)
         for identity in chosen:
             del self._uids[identity]
         for task_name, held in self.groups_by_task.items():
             self.groups_by_task[task_name] = [group for group in held if (task_name, group[0].group_id) not in chosen]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self.open:
+            await self.settle_on_exit(error)
 
     async def settle_on_exit(self, error: BaseException | None) -> None:
         """What leaving a `with` block does: acknowledge, or give back if the block raised."""
@@ -154,35 +178,14 @@ class Lease:
         settling = asyncio.ensure_future(self.ack() if error is None else self.nack())
         cancelled = await see_through(settling)
         failure = settling.exception()
+        if isinstance(failure, InvalidInput) and self.open:
+            await uncancelled(self.nack())  # refused: out of order
         if failure is not None:
             if error is None or not isinstance(failure, (LostLease, BufferClosed)):
                 raise failure
             log.warning("lease_lost lease=%s %s", self.id, failure)  # the block's own error matters more
         if cancelled is not None:
             raise cancelled
-
-
-def shard(groups: Sequence[list[RolloutState]], rank: int, world_size: int) -> list[list[RolloutState]]:
-    """The groups of one rank out of `world_size`: every group on one rank, numbers equal to one, balanced by tokens.
-
-    Largest first, each to the rank that has the fewest tokens and still a place; every rank computes the same. The
-    order within a rank is that of the batch.
-    """
-    checked_integer("world_size", world_size, least=1)
-    if checked_integer("rank", rank, least=0) >= world_size:
-        raise InvalidInput(f"rank is {rank} of world_size {world_size}; expected 0 to {world_size - 1}")
-    places = [len(groups) // world_size + (index < len(groups) % world_size) for index in range(world_size)]
-    free = [(0, taker) for taker in range(world_size) if places[taker]]  # a heap: the fewest tokens first
-    chosen: list[int] = []
-    sizes = [sum(state.num_tokens for state in group) for group in groups]
-    for index in sorted(range(len(groups)), key=lambda index: (-sizes[index], index)):
-        load, taker = heapq.heappop(free)
-        places[taker] -= 1
-        if places[taker]:
-            heapq.heappush(free, (load + sizes[index], taker))
-        if taker == rank:
-            chosen.append(index)
-    return [groups[index] for index in sorted(chosen)]
 
 
 class Request(Coroutine[Any, Any, T]):
@@ -198,13 +201,9 @@ class Request(Coroutine[Any, Any, T]):
         self._running: Coroutine[Any, Any, T] | None = None
         self._entered: T | None = None
 
-    def _lease_of(self, granted: T) -> Lease | None:
+    def _lease_of(self, granted: T) -> Lease:
         """The lease that leaving the block settles."""
         raise NotImplementedError
-
-    async def _awaited(self) -> T:
-        """The result of `await`."""
-        return await self._granted()
 
     async def _granted(self) -> T:
         if self._used:
@@ -213,7 +212,7 @@ class Request(Coroutine[Any, Any, T]):
         return await self._grant()
 
     def __await__(self) -> Generator[Any, Any, T]:
-        return self._awaited().__await__()
+        return self._granted().__await__()
 
     def send(self, value: Any) -> Any:
         return self._started().send(value)
@@ -227,7 +226,7 @@ class Request(Coroutine[Any, Any, T]):
 
     def _started(self) -> Coroutine[Any, Any, T]:
         if self._running is None:
-            self._running = self._awaited()
+            self._running = self._granted()
         return self._running
 
     async def __aenter__(self) -> T:
@@ -237,15 +236,14 @@ class Request(Coroutine[Any, Any, T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        lease = None if self._entered is None else self._lease_of(self._entered)
-        if lease is not None and lease.open:
-            await lease.settle_on_exit(error)
+        if self._entered is not None:
+            await self._lease_of(self._entered).__aexit__(kind, error, trace)
 
 
 class LeaseRequest(Request[Lease]):
     """What `lease_batch` returns: await it for a lease, or enter it as an async context manager."""
 
-    def _lease_of(self, granted: Lease) -> Lease | None:
+    def _lease_of(self, granted: Lease) -> Lease:
         return granted
 
 

@@ -30,7 +30,13 @@ def _example() -> Path:
 @click.option("--steps", default=400, show_default=True, type=click.IntRange(1), help="Number of train steps.")
 @click.option("--seed", default=0, show_default=True, help="Seed of weights, prompts and sampling.")
 @click.option("--tasks", help="Tasks, separated by commas (default: all).")
-@click.option("--colocated", is_flag=True, help="Generate and train in turns instead of at the same time.")
+@click.option(
+    "--mode",
+    type=click.Choice(["ahead", "in_turns"]),
+    default="ahead",
+    show_default=True,
+    help="Generate ahead of training, or generate and train in turns.",
+)
 @click.option("--ray", is_flag=True, help="Run buffer and engines as Ray actors (RAY_ADDRESS, or a new local Ray).")
 @click.option("--engines", type=click.IntRange(1), help="Number of engine actors, with --ray (default: 1).")
 @click.option("--storage", type=click.Choice(["memory", "sqlite"]), help="Where groups are stored (default: memory).")

@@ -35,7 +35,7 @@ SAMPLED_RECORDS = 16
 class Fingerprint(msgspec.Struct, kw_only=True, frozen=True):
     """What is known about a data set. None: does not apply, or is not known."""
 
-    kind: str  # "map-style" or "iterable"
+    kind: str  # "map-style", "iterable" or "prompt source"
     length: int | None = None
     seed: int | None = None
     shuffle: bool | None = None
@@ -57,10 +57,16 @@ class Fingerprint(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class SourceState(msgspec.Struct, kw_only=True, frozen=True):
-    """What a task keeps beside its cursor: the fingerprint of its data set, and the state of an iterable loader."""
+    """What a task keeps beside its cursor: the fingerprint of its data set, and the state of an iterable loader.
+
+    A task that was given other prompts (`Sampler.set_prompts`) is at a later generation. Record numbers count from the
+    cursor at which the generation began.
+    """
 
     fingerprint: Fingerprint
     loader: bytes | None = None
+    generation: int = 0
+    begun_at: int = 0
 
 
 _decoder = msgspec.msgpack.Decoder(SourceState)

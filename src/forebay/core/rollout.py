@@ -138,7 +138,7 @@ class SampleParams(msgspec.Struct, kw_only=True, frozen=True, gc=False):
         if self.n not in (None, 1):
             raise InvalidInput(
                 f"n is {self.n!r:.80}, but one request makes one sample of a group; give the sampler "
-                f"prompt_repeat_k={self.n!r:.80} instead"
+                f"group_size={self.n!r:.80} instead"
             )
 
 

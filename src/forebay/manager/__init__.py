@@ -2,17 +2,17 @@
 
 from forebay.manager.colocated import AgentLoopManager
 from forebay.manager.disaggregated import DisaggregatedAgentLoopManager, LoadWeights, ProducerState
-from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus, TaskResult
-from forebay.manager.task import Task
+from forebay.manager.results import AsyncBatch, BatchContent, BatchRequest, TaskResult
+from forebay.manager.task import ManagedTask
 
 __all__ = [
     "AgentLoopManager",
+    "AsyncBatch",
+    "BatchContent",
     "BatchRequest",
     "DisaggregatedAgentLoopManager",
     "LoadWeights",
-    "ProduceBatchResult",
-    "ProduceStatus",
+    "ManagedTask",
     "ProducerState",
-    "Task",
     "TaskResult",
 ]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from forebay.core.staleness import Limits
 from forebay.errors import DamagedData
 
 
 class TaskTerms(msgspec.Struct, frozen=True):
-    """The settings of a task that all members must share."""
+    """The settings of a task that all members must share, and its weight, which the trainer says."""
 
     weight: float
     group_size: int
@@ -27,6 +28,16 @@ class Terms(msgspec.Struct, frozen=True):
     version: str
     batch_size: int | None = None
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the tasks."""
+        return {name: task.weight for name, task in self.tasks.items()}
+
+    def with_weights(self, weights: Mapping[str, float]) -> Terms:
+        """The same terms with other weights."""
+        tasks = {name: replace(task, weight=weights[name]) for name, task in self.tasks.items()}
+        return replace(self, tasks=tasks)
+
     def differences(self, other: Terms) -> list[str]:
         """What is different in another member's terms, as lines for people: theirs, then ours."""
         mine, theirs = (msgspec.to_builtins(terms) for terms in (self, other))
@@ -40,7 +51,7 @@ class Terms(msgspec.Struct, frozen=True):
                 found += [
                     f"{key} of task {name!r} is {two[key]} there, {one[key]} here"
                     for key in one
-                    if one[key] != two[key]
+                    if one[key] != two[key] and key != "weight"
                 ]
         for key in ("sync_weights_interval", "version", "batch_size"):
             if mine[key] != theirs[key] and None not in (mine[key], theirs[key]):

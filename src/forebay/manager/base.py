@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-import msgspec
 from msgspec.structs import replace
 
 from forebay.buffer.buffer import ReplayBuffer
@@ -24,32 +23,23 @@ from forebay.buffer.lease import Lease
 from forebay.core.aio import in_thread, see_through, uncancelled
 from forebay.core.ledger import Clock, LedgerLine
 from forebay.core.rollout import DRAWABLE, Status
-from forebay.core.validate import checked_integer, positive_seconds
-from forebay.errors import (
-    BufferClosed,
-    InvalidInput,
-    NoCluster,
-    NoSuchBuffer,
-    ProduceError,
-    StorageUnavailable,
-    StoreAhead,
-)
+from forebay.core.validate import checked_integer
+from forebay.errors import BufferClosed, EndOfData, InvalidInput, ProduceError, StorageUnavailable, StoreAhead
 from forebay.manager.agreement import Agreed
-from forebay.manager.results import ProduceBatchResult, ProduceStatus, describe_task
+from forebay.manager.patience import Patience
+from forebay.manager.results import AsyncBatch, describe_task
 from forebay.manager.run import Run
-from forebay.manager.schedule import Consumed, ProduceProgress, Saved, SavedFigures, read_saved
-from forebay.manager.task import Task, check_tasks, spare_groups, terms_of
+from forebay.manager.saved import manifest_of, read_saved, restore, state_of
+from forebay.manager.schedule import Consumed, ProduceProgress
+from forebay.manager.task import ManagedTask, check_tasks, spare_groups, terms_of
 from forebay.produce.inflight import Steps
-from forebay.produce.plan import backoff_s, too_many_rejections
+from forebay.produce.plan import Demand, too_many_rejections
 from forebay.produce.stats import Figures, quantile
-from forebay.produce.strategy import Demand
 from forebay.storage.base import TaskSummary
 
 if TYPE_CHECKING:
-    from forebay.checkpoint.format import Manifest
+    pass
 
-T = TypeVar("T")
-_MAX_STORAGE_DELAY_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -61,33 +51,44 @@ class Manager:
 
     def __init__(
         self,
-        tasks: Sequence[Task] | Task,
+        tasks: Sequence[ManagedTask] | ManagedTask,
         replay_buffer: ReplayBuffer,
         *,
         sync_weights_interval: int = 1,
+        drop_last: bool = False,
         storage_retry_s: float = 60.0,
     ) -> None:
         self.sync_weights_interval = checked_integer("sync_weights_interval", sync_weights_interval, least=1)
-        self.storage_retry_s = positive_seconds("storage_retry_s", storage_retry_s)
+        self.drop_last = drop_last
         self.replay_buffer = replay_buffer
+        self._patiently = Patience(replay_buffer, storage_retry_s, self._check_open)
         self._internals = internals(replay_buffer)
         self.tasks = check_tasks(tasks, replay_buffer, sync_weights_interval)
         self.run = Run(self._internals, terms_of(self.tasks, sync_weights_interval))
-        self.run.on_change = self._follow
-        self.progress = self.run.progress  # the plan of steps, as last read
         self.steps = Steps(1, 0)
         self._joined: set[str] = set()
         self._asked = 0  # the last train step that was asked for
         self._met_store = False
         self._closed = False
-        self._leased: set[int] = set()  # steps whose batch was handed out
         self._leases: list[Lease] = []  # leases that were open when the last batch was handed out
         self._consumed: Consumed | None = None  # by the last acknowledgement
         self._seen: dict[str, Figures] = {}
-        self._internals.produces(self, self.tasks)
+        self.adopt(self.tasks, self.run)
+
+    def adopt(self, tasks: dict[str, ManagedTask], run: Run) -> None:
+        """Have these tasks and this run from now on."""
+        self.tasks, self.run, self.progress = tasks, run, run.progress
+        run.on_change = self._follow
+        self._internals.produces(self, tasks)
         outages = {id(task.agent_loop): task.agent_loop.outage for task in self.tasks.values() if task.weight > 0}
         for outage in outages.values():  # producing stops only if all engines are unreachable
             outage.peers = [other for other in outages.values() if other is not outage]
+        self._internals.nudge()
+
+    @property
+    def leased_steps(self) -> set[int]:
+        """The steps whose batch is handed out."""
+        return {lease.train_step for lease in self._leases if lease.open}
 
     @property
     def model_step(self) -> int:
@@ -114,6 +115,11 @@ class Manager:
             return
         self.progress, self.steps.model_step = self.run.progress, self.run.agreed.model_step
         self._set_clock()
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """Draw nothing meanwhile. Groups in flight continue."""
+        yield
 
     # --- producing ------------------------------------------------------------------------------------
 
@@ -160,6 +166,11 @@ class Manager:
         production = await task.strategy.produce(demand)
         if production.exhausted:
             await self._skip(name, production.rejections)
+        if production.ended:
+            left = production.left
+            await self.run.change(lambda agreed, progress: progress.end_task(name, left, leased=self.leased_steps))
+            log.info("task_ended task=%s left=%d: its data set has no more prompts", name, left)
+            self._internals.nudge()
         if production.complete and production.available < production.target:
             raise ProduceError(
                 f"should_continue_fn of task {name!r} stopped at {production.available} of {production.target} groups, "
@@ -172,7 +183,7 @@ class Manager:
         left = [other for other, weight in self.progress.active_weights.items() if weight > 0 and other != name]
         if not left:
             raise too_many_rejections(name, rejections, self.tasks[name].strategy.last_error(name), skip=True)
-        await self.run.change(lambda agreed, progress: progress.skip_task(name, leased=self._leased))
+        await self.run.change(lambda agreed, progress: progress.skip_task(name, leased=self.leased_steps))
         log.warning("task_skipped task=%s: filters reject all of its groups; tried again with newer weights", name)
         self._internals.nudge()
 
@@ -211,68 +222,34 @@ class Manager:
         except Exception:
             log.exception("clean_up_failed: after another error, which is raised")
 
-    async def _patiently(self, call: Callable[[], Awaitable[T]]) -> T:
-        """Repeat a call while the storage is unavailable; its error if that lasts longer than `storage_retry_s`."""
-        while True:
-            try:
-                return await call()
-            except (NoCluster, NoSuchBuffer):
-                raise
-            except StorageUnavailable as error:
-                await self._until_storage_is_back(error)
-
-    async def _until_storage_is_back(self, error: StorageUnavailable) -> None:
-        clock = asyncio.get_running_loop().time
-        began, times = clock(), 0
-        log.warning("storage_away retry_s=%g error=%s", self.storage_retry_s, error)
-        while True:
-            times += 1
-            delay_s = min(backoff_s(times), _MAX_STORAGE_DELAY_S)
-            if clock() + delay_s - began > self.storage_retry_s:
-                raise error
-            await asyncio.sleep(delay_s)
-            self._check_open()
-            try:
-                await self.replay_buffer.ledger()
-                break
-            except StorageUnavailable as still:
-                error = still
-        log.warning("storage_back seconds=%.1f", clock() - began)
-
     def _check_open(self) -> None:
         if self._closed:
             raise BufferClosed("this manager was shut down; make a new one")
 
     # --- batches --------------------------------------------------------------------------------------
 
-    async def _result(
-        self, train_step: int, status: ProduceStatus, sizes: dict[str, int], lease: Lease | None, wait_s: float
-    ) -> ProduceBatchResult:
-        self._leases = [held for held in (*self._leases, lease) if held is not None and held.open]
+    async def _result(self, step: int, sizes: dict[str, int], lease: Lease, wait_s: float) -> AsyncBatch:
+        self._leases = [held for held in (*self._leases, lease) if held.open]
         times: list[float] = []
         try:
             count = partial(self.replay_buffer.count_statuses, list(self.tasks), (*DRAWABLE, Status.COMPLETED))
             counts = await self._patiently(count)
         except BaseException as error:
-            if lease is not None:
-                await lease.settle_on_exit(error)
+            await lease.settle_on_exit(error)
             raise
-        results = {}
-        groups = {} if lease is None else lease.groups_by_task
+        results, groups = {}, lease.groups_by_task
+        for found in groups.values():  # which group was answered first must not change what the trainer computes
+            found.sort(key=lambda group: group[0].group_id or 0)
         for name, task in self.tasks.items():
             figures = task.strategy.figures(name)
             new = figures.since(self._seen.get(name, Figures()))
-            results[name] = describe_task(sizes.get(name, 0), new, counts[name], groups.get(name, ()), train_step)
+            results[name] = describe_task(sizes.get(name, 0), new, counts[name], groups.get(name, ()), step)
             times += new.times_s
-            if lease is not None:
-                self._seen[name] = figures.copy()
-        if lease is not None:
-            self._leased.add(train_step)
-            lease.on_ack = lambda began: self._on_ack(train_step, began)
-            lease.patiently = self._patiently
-        return ProduceBatchResult(
-            train_step=train_step,
-            status=status,
+            self._seen[name] = figures.copy()
+        lease.on_ack = lambda began: self._on_ack(step, began)
+        lease.patiently = self._patiently
+        return AsyncBatch(
+            step=step,
             groups_by_task=groups,
             task_batch_sizes=dict(sizes),
             task_results=results,
@@ -282,6 +259,24 @@ class Manager:
             lease=lease,
         )
 
+    async def _refuse_at_end(self, step: int) -> None:
+        """EndOfData if every data set has ended, and nothing is left of any: newer weights would change nothing."""
+        summary = await self._internals.summary(self.tasks)
+        for name, task in self.tasks.items():
+            found = summary.task(name)
+            if task.weight > 0 and (
+                found.unfinished or found.produced > found.line()["trained"] or not await task.exhausted(found.account)
+            ):
+                return
+        self._refuse_empty(step, {}, 1)
+
+    def _refuse_empty(self, step: int, sizes: Mapping[str, int], batch_size: int) -> None:
+        """EndOfData if the data sets have no group left for a step, or, with `drop_last`, not enough for a batch."""
+        groups = sum(sizes.values())
+        if not groups or (groups < batch_size and self.drop_last):
+            names = ", ".join(map(repr, self.tasks))
+            raise EndOfData(f"train step {step} has {groups} of {batch_size} groups: the data of {names} has ended")
+
     async def _settle_owed(self) -> None:
         """Settle batches that could not be settled because the storage was unavailable: otherwise they stay leased."""
         for lease in self._leases:
@@ -290,7 +285,12 @@ class Manager:
     async def _on_ack(self, train_step: int, began: bool) -> None:
         # Awaited before the storage has it: owing too little for a moment is harmless, owing a batch twice is not.
         if began:
-            self._leased.discard(train_step)
+            earlier = min((lease.train_step for lease in self._leases if lease.open), default=train_step)
+            if earlier < train_step:
+                raise InvalidInput(
+                    f"train step {train_step} is acknowledged, but the batch of step {earlier} is still leased; "
+                    "acknowledge it first, or give it back"
+                )
             self._consumed = await self._patiently(
                 lambda: self.run.change(lambda agreed, progress: progress.consume(train_step))
             )
@@ -319,8 +319,8 @@ class Manager:
             raise StoreAhead(
                 f"train step {train_step} with weights of step {model_step} was asked for, but this store has handed "
                 f"out batches up to train step {step}; nothing was changed. Resume from a checkpoint, which sets the "
-                f"store back to its weights; or continue from here: start at train step {step + 1} with "
-                f"model_step={step} (disaggregated: continue_produce({step})); or begin with a new store"
+                f"store back to its weights (a loader: resume()); or continue from here: update_weights(load, {step}), "
+                f"then train step {step + 1}; or begin with a new store"
             )
         await self._set_clocks()
         self._met_store = True
@@ -349,14 +349,7 @@ class Manager:
 
     def _saved_state(self, model_step: int) -> dict[str, Any]:
         self._refuse_to_skip(model_step)  # training continues while the files are prepared
-        loops, figures = {}, {}
-        for name, task in self.tasks.items():
-            if callable(state_dict := getattr(task.agent_loop, "state_dict", None)):
-                loops[name] = state_dict()
-            now, seen = task.strategy.figures(name), self._seen.get(name, Figures())
-            figures[name] = SavedFigures(now.counters(), seen.counters(), [*now.verdicts])
-        saved: dict[str, Any] = msgspec.to_builtins(Saved(self.progress.state(model_step), {}, figures))
-        return saved | {"agent_loops": loops}
+        return state_of(self.progress.state(model_step), self.tasks, self._seen)
 
     async def resume(self, path: str | os.PathLike[str]) -> int:
         """Continue from a checkpoint; returns the model step of the weights that belong to it.
@@ -367,7 +360,7 @@ class Manager:
         from forebay.codec.records import decode_account  # imported here, as the buffer does
 
         self._check_open()
-        before = await in_thread(lambda: _manifest_of(path))  # checked before anything is changed
+        before = await in_thread(lambda: manifest_of(path))  # checked before anything is changed
         read_saved(before, path, self.progress.weights)
         for name, task in self.tasks.items():
             if name in before.accounts:
@@ -389,17 +382,9 @@ class Manager:
             agreed.model_step, agreed.begun, agreed.paused = model_step, True, self._pauses_on_resume
 
         self._asked = 0
+        self._leases.clear()
         await self.run.begin_epoch(restart)
-        for name, task in self.tasks.items():
-            load = getattr(task.agent_loop, "load_state_dict", None)
-            if name in saved.agent_loops and callable(load):
-                load(saved.agent_loops[name])
-            if name in saved.figures:  # the counters continue, also those that no batch has reported
-                figures = task.strategy.figures(name)
-                figures.load(saved.figures[name].now)
-                figures.verdicts.extend(saved.figures[name].verdicts)
-                self._seen[name] = Figures()
-                self._seen[name].load(saved.figures[name].seen)
+        self._seen |= restore(saved, self.tasks)
         gone |= {name for name in manifest.accounts if name not in self.tasks and (own is None or name in own)}
         if gone:
             log.warning(
@@ -409,6 +394,27 @@ class Manager:
             )
         log.info("manager_resumed path=%s model_step=%d next_step=%d", path, model_step, self.steps.train_step)
         return model_step
+
+    async def start_over(self) -> None:
+        """Begin with the weights of step 0, without a checkpoint. See `Internals.start_over`.
+
+        If the trainer before died without a save, living producers work for its weights, which are lost, and begin
+        again, too. If it died just now, its lease is waited for.
+        """
+        over = bool(await self._patiently(self.run.others)) and await self._patiently(self._store_step) > 0
+        if over:
+            await self._join(None, trains=True)
+            await self._patiently(self.run.remove_others)
+        await self._patiently(self._start_over)
+        if over:
+            await self._patiently(lambda: self.run.begin_epoch(self._begin_at_0))
+
+    async def _start_over(self) -> None:
+        await self._internals.start_over(await self.run.own_tasks())
+
+    def _begin_at_0(self, agreed: Agreed, progress: ProduceProgress) -> None:
+        progress.load(ProduceProgress(progress.weights).dump())
+        agreed.model_step, agreed.begun, agreed.paused = 0, True, False
 
     # --- reporting ------------------------------------------------------------------------------------
 
@@ -487,10 +493,3 @@ class Manager:
             if error is None:
                 raise
             log.exception("shutdown_failed: after another error, which is raised")
-
-
-def _manifest_of(path: str | os.PathLike[str]) -> Manifest:
-    from forebay.checkpoint.format import open_checkpoint  # imported here, as the buffer does
-
-    with open_checkpoint(path) as checkpoint:
-        return checkpoint.manifest

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from forebay.buffer.lease import Lease
 from forebay.core.aio import Deadline
@@ -12,7 +14,7 @@ from forebay.core.validate import checked_integer
 from forebay.errors import InvalidInput, WaitTimeout
 from forebay.manager.agreement import Agreed
 from forebay.manager.base import Manager
-from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
+from forebay.manager.results import AsyncBatch, BatchRequest
 from forebay.manager.schedule import ProduceProgress
 from forebay.storage.base import TaskSummary
 
@@ -29,7 +31,7 @@ class AgentLoopManager(Manager):
     def produce_batch(
         self, batch_size: int, train_step: int, *, model_step: int, timeout_s: float | None = None
     ) -> BatchRequest:
-        """A batch for one train step: await it (taken for good), or enter it with `async with` (a lease).
+        """A leased batch for one train step: await it, or enter it with `async with`.
 
         All strategies produce until the batch is complete; groups that are still in flight are then paused and kept.
         WaitTimeout, with an explanation, if that takes longer than `timeout_s`.
@@ -38,7 +40,7 @@ class AgentLoopManager(Manager):
 
     async def _grant_in_time(
         self, batch_size: int, train_step: int, model_step: int, timeout_s: float | None
-    ) -> ProduceBatchResult:
+    ) -> AsyncBatch:
         if timeout_s is None:
             return await self._grant(batch_size, train_step, model_step)
         left_s = Deadline(timeout_s).left_s() or 0.0
@@ -63,7 +65,7 @@ class AgentLoopManager(Manager):
             what = f"the batch of train step {train_step}: {batch_size} groups"
             raise WaitTimeout(what, timeout_s, explanation) from None
 
-    async def _grant(self, batch_size: int, train_step: int, model_step: int) -> ProduceBatchResult:
+    async def _grant(self, batch_size: int, train_step: int, model_step: int) -> AsyncBatch:
         self._check_open()
         checked_integer("batch_size", batch_size, least=1)
         checked_integer("train_step", train_step, least=1)
@@ -73,7 +75,8 @@ class AgentLoopManager(Manager):
         if self._producing:
             raise InvalidInput("a batch is already being produced; one call at a time")
         for name, task in self.tasks.items():
-            if task.weight > 0:
+            if task.weight > 0 and task.strategy.is_too_old(task.agent_loop, model_step, train_step):
+                await self._refuse_at_end(train_step)
                 task.strategy.refuse_too_old(task.agent_loop, model_step, train_step, name)
         self._producing = True
         try:
@@ -88,7 +91,7 @@ class AgentLoopManager(Manager):
             while (lease := await self._patiently(lambda: self._attempt(batch_size, train_step))) is None:
                 pass
             sizes = self.progress.sizes(train_step)
-            return await self._result(train_step, ProduceStatus.NORMAL, sizes, lease, loop.time() - began)
+            return await self._result(train_step, sizes, lease, loop.time() - began)
         except BaseException:
             await self._clean_up()
             raise
@@ -100,6 +103,7 @@ class AgentLoopManager(Manager):
         await self._internals.give_back_owed()  # before the producer waits for space in the buffer
         await self._set_clocks(train_step)
         wants = {name: groups for name, groups in sizes.items() if groups}
+        self._refuse_empty(train_step, sizes, batch_size)
         with self._internals.asking(sizes):
             complete = await self._produce(sizes)
         self._check_open()
@@ -124,7 +128,7 @@ class AgentLoopManager(Manager):
     def _missing(self, name: str, summary: TaskSummary) -> int:
         # Leased groups, also those of this manager for another step, are not available for this one.
         handed_out = sum(
-            step.sizes.get(name, 0) for number, step in self.progress.planned.items() if number in self._leased
+            step.sizes.get(name, 0) for number, step in self.progress.planned.items() if number in self.leased_steps
         )
         completed = summary.fresh.get(Status.COMPLETED, 0)
         return max(0, self.progress.owed(name, self.progress.target_upto) - handed_out - completed)
@@ -135,6 +139,17 @@ class AgentLoopManager(Manager):
             for name, task in self.tasks.items():
                 await task.sampler.compare_data(name, *await self._internals.position(name))
             await self._refuse_store_ahead(train_step, model_step)
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """Draw nothing meanwhile: not while a batch is being produced."""
+        if self._producing:
+            raise InvalidInput("a batch is being produced; do this before, or when it has ended")
+        self._producing = True
+        try:
+            yield
+        finally:
+            self._producing = False
 
     async def resume(self, path: str | os.PathLike[str]) -> int:
         """See `Manager.resume`; not while a batch is being produced."""

@@ -11,23 +11,23 @@ import asyncio
 import enum
 import logging
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TypeAlias
 
 from forebay.buffer.lease import Lease, LeaseAttempt
 from forebay.core.aio import DATA, Deadline, in_thread, uncancelled
-from forebay.core.ledger import Clock, Event, LedgerLine
+from forebay.core.ledger import Clock, LedgerLine
 from forebay.core.validate import checked_integer
-from forebay.errors import BufferClosed, InvalidInput, LostLease, ProducerStopped, StorageError, WaitTimeout
-from forebay.manager.agreement import Agreed, Handout
+from forebay.errors import BufferClosed, InvalidInput, ProducerStopped, StorageError, WaitTimeout, WeightsTooOld
+from forebay.manager.agreement import Agreed
 from forebay.manager.base import Manager
-from forebay.manager.results import BatchRequest, ProduceBatchResult, ProduceStatus
+from forebay.manager.ranks import divide, take_part
+from forebay.manager.results import AsyncBatch, BatchRequest
 from forebay.manager.schedule import ProduceProgress
 
 log = logging.getLogger(__name__)
-
 
 LoadWeights: TypeAlias = "Callable[[int], Awaitable[None] | None]"
 
@@ -59,6 +59,9 @@ class DisaggregatedAgentLoopManager(Manager):
     _load_weights: LoadWeights | None = None
     _tries = 0  # in a row, with an engine that was unreachable
     _loaded: int | None = None  # the weights that `load_weights` has loaded
+    _holds = 0
+    _held: asyncio.Future[None] | None = None  # done when the producer draws nothing
+    _released: asyncio.Future[None] | None = None
 
     # --- the producer ---------------------------------------------------------------------------------
 
@@ -81,7 +84,10 @@ class DisaggregatedAgentLoopManager(Manager):
             self._asked = max(self._asked, await self._patiently(self._store_step))
             self._set_clock()
             while not self._closed:
-                await self._patiently(lambda: self._produce_round(batch_size))
+                if self._holds:
+                    await self._wait_for_release()
+                else:
+                    await self._patiently(self._produce_round)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -92,6 +98,7 @@ class DisaggregatedAgentLoopManager(Manager):
             raise
         finally:
             ended, self._loop_running = self._loop_running, None
+            _end(self._held)
             try:
                 await self._clean_up()
                 await uncancelled(self._stop_producing())
@@ -105,8 +112,38 @@ class DisaggregatedAgentLoopManager(Manager):
         with suppress(StorageError, BufferClosed):
             await self.run.leave(failure=self._failure, produces_only=True)
 
-    async def _produce_round(self, batch_size: int) -> None:
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """Draw nothing meanwhile. Groups in flight continue."""
+        self._holds += 1
+        if self._held is None and self._loop_running is not None:
+            self._held = asyncio.get_running_loop().create_future()
+        self._internals.nudge()
+        try:
+            if self._held is not None:
+                await asyncio.shield(self._held)
+            yield
+        finally:
+            self._holds -= 1
+            if not self._holds:
+                self._held = None
+                _end(self._released)
+
+    async def _wait_for_release(self) -> None:
+        self._released = asyncio.get_running_loop().create_future()
+        _end(self._held)
+        await self._released
+
+    async def set_batch_size(self, batch_size: int) -> None:
+        """Fill steps with this number of groups from now on."""
+        self._batch_size = checked_integer("batch_size", batch_size, least=1)
+        await self._join(batch_size, trains=True)
+        self._internals.nudge()
+
+    async def _produce_round(self) -> None:
         """Fill one more step; at the bound, or in a pause, wait until there is something to do."""
+        batch_size = self._batch_size
+        assert batch_size is not None
         await self._join(batch_size, produces=True)
         if self.run.member is None:  # removed: the run was resumed, or this process was taken for dead
             self._joined.clear()
@@ -116,7 +153,7 @@ class DisaggregatedAgentLoopManager(Manager):
             await self._follow_pause()
             return
         if self._internals.shared and not self.run.agreed.begun:
-            await self._until(lambda: self.run.agreed.begun, "a trainer to begin the run")
+            await self._until(lambda: self.run.agreed.begun or self.run.agreed.paused, "a trainer to begin the run")
             return
         if self._load_weights is not None and self._loaded != self.model_step:
             await self._load(self._load_weights, self.model_step)
@@ -189,7 +226,7 @@ class DisaggregatedAgentLoopManager(Manager):
     async def _until(self, condition: Callable[[], bool], what: str, timeout_s: float | None = None) -> None:
         async def attempt() -> bool | None:
             await self.run.read()
-            return self._closed or condition() or self.run.member is None or None
+            return self._closed or self._holds > 0 or condition() or self.run.member is None or None
 
         await self._internals.until(attempt, what, list(self.tasks), timeout_s)
 
@@ -209,12 +246,12 @@ class DisaggregatedAgentLoopManager(Manager):
 
     def _is_stopped(self) -> bool:
         paused = self.producer_state is not ProducerState.RUNNING or self.run.agreed.paused
-        return self._closed or paused or self.run.member is None
+        return self._closed or self._holds > 0 or paused or self.run.member is None
 
     async def _when_missing(self, model_step: int, upto: int) -> bool | None:
+        summary = await self._internals.summary(self.tasks)  # first: it may bring a new plan, and no other wake-up
         if self.model_step != model_step or self._is_stopped() or self.bound > upto:
             return True
-        summary = await self._internals.summary(self.tasks)
         for name in self.tasks:
             target = self._target(name, summary.task(name).line(), upto)
             if target is not None and summary.task(name).produced < target:
@@ -226,10 +263,10 @@ class DisaggregatedAgentLoopManager(Manager):
     def get_batch(
         self, batch_size: int, train_step: int, *, timeout_s: float | None = None, rank: int = 0, world_size: int = 1
     ) -> BatchRequest:
-        """The batch of a train step: await it (taken for good), or enter it with `async with` (a lease).
+        """The leased batch of a train step: await it, or enter it with `async with`.
 
-        Empty, with the status EXPIRED_BATCH, if the producer's weights are too old for this step: bring newer ones
-        (`pause_produce`, `continue_produce`) and ask again.
+        WeightsTooOld if the producer's weights are too old for this step: bring newer ones (`pause_produce`,
+        `continue_produce`) and ask again. EndOfData if the data sets have no group left for it.
 
         Ranks of one trainer, each with a manager on the shared store, get whole groups, balanced by tokens: rank 0
         leases the batch and does all else that a trainer does; the others get their parts. Rank 0 acknowledges when
@@ -242,62 +279,18 @@ class DisaggregatedAgentLoopManager(Manager):
             return BatchRequest(lambda: self._grant_part(train_step, rank, world_size, timeout_s))
         return BatchRequest(lambda: self._grant(batch_size, train_step, timeout_s, world_size))
 
-    async def _grant_part(
-        self, train_step: int, rank: int, world_size: int, timeout_s: float | None
-    ) -> ProduceBatchResult:
+    async def _grant_part(self, step: int, rank: int, world_size: int, timeout_s: float | None) -> AsyncBatch:
         """The part of a batch of another rank than the first."""
         self._check_open()
         began = asyncio.get_running_loop().time()
         await self._join(None)
-
-        async def settle(lease_id: str, uids: Sequence[int], event: Event, reason: str | None) -> None:
-            if event is Event.REJECTED:
-                raise InvalidInput("groups are rejected by rank 0, which holds the lease")
-            await self.run.settle_part(lease_id, train_step, rank, trained=event is Event.ACKED)
-
-        deadline, void, lease = Deadline(timeout_s), None, None
-        while lease is None:
-            take = partial(self.run.take_part, train_step, rank, world_size, deadline.left_s(), void)
-            handout = await self._patiently(take)
-            read = partial(self._internals.read_lease, handout.lease_id, handout.shards[rank], train_step, settle)
-            with suppress(LostLease):  # rank 0 gave it back meanwhile; it will lease another one
-                lease = await self._patiently(read)
-            void = handout.lease_id
-        result = await self._result(train_step, ProduceStatus.NORMAL, {}, lease, 0.0)
+        lease = await take_part(self.run, self._internals, self._patiently, step, rank, world_size, timeout_s)
+        batch = await self._result(step, {}, lease, asyncio.get_running_loop().time() - began)
         lease.on_ack = None  # rank 0 counts the step
-        self._leased.discard(train_step)
-        result.wait_s = asyncio.get_running_loop().time() - began
-        return result
+        self._leases.remove(lease)
+        return batch
 
-    async def _divide(self, result: ProduceBatchResult, world_size: int, timeout_s: float | None) -> None:
-        """Let the other ranks have their parts of a batch, and keep that of rank 0."""
-        lease = result.lease
-        if lease is None or world_size == 1:
-            return
-        shards = [lease.shard(rank, world_size) for rank in range(world_size)]
-        uids = [lease.uids_of(groups) for groups in shards]
-        await self.run.hand_out(Handout(result.train_step, lease.id, self.run.owner, uids))
-        kept = set(map(id, shards[0]))
-        result.groups_by_task = {
-            name: [group for group in groups if id(group) in kept] for name, groups in result.groups_by_task.items()
-        }
-        acknowledged = lease.on_ack
-
-        async def when_all_have(began: bool) -> None:
-            if began:
-                try:
-                    await self._patiently(lambda: self.run.until_trained(result.train_step, timeout_s))
-                except (LostLease, WaitTimeout):
-                    await lease.nack()
-                    raise
-            if acknowledged is not None:
-                await acknowledged(began)
-
-        lease.on_ack = when_all_have
-
-    async def _grant(
-        self, batch_size: int, train_step: int, timeout_s: float | None, world_size: int
-    ) -> ProduceBatchResult:
+    async def _grant(self, batch_size: int, train_step: int, timeout_s: float | None, world_size: int) -> AsyncBatch:
         self._check_open()
         checked_integer("batch_size", batch_size, least=1)
         checked_integer("train_step", train_step, least=1)
@@ -316,34 +309,36 @@ class DisaggregatedAgentLoopManager(Manager):
         await self._patiently(lambda: self._refuse_store_ahead(train_step, self.model_step))
         if train_step > max(self.bound, self.progress.next_consumer_step):
             # It can have no groups, and steps before it are not done: their groups must not become too old now.
-            return await self._result(train_step, ProduceStatus.EXPIRED_BATCH, {}, None, loop.time() - began)
+            await self._refuse_at_end(train_step)
+            raise self._too_old(train_step)
         self._asked = max(self._asked, train_step)
         await self._patiently(lambda: self._plan(batch_size, train_step, skips=True))
         self._set_clock()
         self._internals.nudge()  # the producer may owe more than before
         deadline = Deadline(timeout_s)
-        lease: Lease | ProduceStatus | None = None
+        lease: Lease | None = None
         while lease is None:
             sizes = await self._patiently(lambda: self._plan(batch_size, train_step))  # maybe without a task by now
+            self._refuse_empty(train_step, sizes, batch_size)
             lease = await self._patiently(partial(self._wait_for, sizes, train_step, deadline))
-        if isinstance(lease, Lease):
-            result = await self._result(train_step, ProduceStatus.NORMAL, sizes, lease, loop.time() - began)
+        batch = await self._result(train_step, sizes, lease, loop.time() - began)
+        if world_size > 1:
             try:
-                await self._divide(result, world_size, timeout_s)
+                await divide(self.run, self._patiently, batch, world_size, timeout_s)
             except BaseException as error:
                 await lease.settle_on_exit(error)
                 raise
-            return result
-        return await self._result(train_step, lease, sizes, None, loop.time() - began)
+        return batch
 
-    async def _wait_for(
-        self, sizes: dict[str, int], train_step: int, deadline: Deadline
-    ) -> Lease | ProduceStatus | None:
+    def _too_old(self, step: int) -> WeightsTooOld:
+        return WeightsTooOld(step, self.model_step, f"they are fresh enough up to step {self.bound}")
+
+    async def _wait_for(self, sizes: dict[str, int], train_step: int, deadline: Deadline) -> Lease | None:
         """The batch of a step as it is planned; None if the plan has changed."""
         wants = {name: groups for name, groups in sizes.items() if groups}
         lease = self._internals.lease_attempt(wants, train_step)
 
-        async def attempt() -> LeaseAttempt | ProduceStatus | bool | None:
+        async def attempt() -> LeaseAttempt | bool | None:
             self._check_open()
             self._check_failure()  # at once, not when its groups have been used up
             planned = self.progress.planned.get(train_step)
@@ -352,7 +347,8 @@ class DisaggregatedAgentLoopManager(Manager):
             if await lease.claim():
                 return lease
             if self._is_behind():
-                return ProduceStatus.EXPIRED_BATCH
+                await self._refuse_at_end(train_step)
+                raise self._too_old(train_step)
             await self._check_producers()
             return None
 
@@ -365,9 +361,7 @@ class DisaggregatedAgentLoopManager(Manager):
         except WaitTimeout as late:
             explanation = f"{late.explanation}\n{await self._explain_tasks()}"
             raise WaitTimeout(what, deadline.timeout_s or 0.0, explanation) from late.__cause__
-        if isinstance(found, LeaseAttempt):
-            return await found.grant()
-        return found if isinstance(found, ProduceStatus) else None
+        return await found.grant() if isinstance(found, LeaseAttempt) else None
 
     async def _check_producers(self) -> None:
         """ProducerStopped if no producer can complete the batch. Those of a shared store may still come."""
@@ -461,6 +455,7 @@ class DisaggregatedAgentLoopManager(Manager):
     async def shutdown(self) -> None:
         """Stop the producer; all groups in flight are back in the buffer when this returns. The buffer stays open."""
         self.producer_state = ProducerState.CLOSED
+        _end(self._released)
         try:
             await super().shutdown()
         finally:  # also if it failed: the caller may close the buffer next
@@ -497,3 +492,8 @@ class DisaggregatedAgentLoopManager(Manager):
         else:
             filling = f"filling step {future}, at most up to {self.bound}"
         return f"{super()._describe()}; producer {producer}, {filling}"
+
+
+def _end(future: asyncio.Future[None] | None) -> None:
+    if future is not None and not future.done():
+        future.set_result(None)

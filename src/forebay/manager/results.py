@@ -2,24 +2,46 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping, Sequence
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, Unpack
 
 import msgspec
 
-from forebay.buffer.lease import Lease, Request, shard
-from forebay.core.ledger import Event
+from forebay.buffer.lease import Lease, Request
+from forebay.collate.balance import shard
 from forebay.core.rollout import RolloutState, Status, versioned_tokens
 from forebay.core.staleness import group_staleness
-from forebay.errors import StorageUnavailable
 from forebay.produce.stats import Figures, mean, quantile
 
+if TYPE_CHECKING:
+    from forebay.collate import Packed, Padded
+    from forebay.collate.estimators import Kind
 
-class ProduceStatus(enum.StrEnum):
-    """Whether a batch has groups."""
 
-    NORMAL = "normal"
-    EXPIRED_BATCH = "expired_batch"  # empty: bring newer weights to the producer, and ask for the same step again
+class PadOptions(TypedDict, total=False):
+    """Options of `forebay.collate.pad`."""
+
+    side: Literal["right", "left"]
+    multiple_of: int
+    max_length: int | None
+    advantages: Kind | Sequence[float] | None
+    shifted: bool
+
+
+class PackOptions(TypedDict, total=False):
+    """Options of `forebay.collate.pack`."""
+
+    align: int
+    advantages: Kind | Sequence[float] | None
+    shifted: bool
+    pad_id: int
+
+
+@cache
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
 
 
 class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,27 +73,54 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     leftover: Mapping[str, int]  # groups that are still buffered, by status
 
 
-class ProduceBatchResult(msgspec.Struct, kw_only=True):
-    """A batch for one train step. Its counts are sums over the tasks; `task_results` has each one's."""
+class BatchContent(msgspec.Struct, kw_only=True, eq=False):
+    """What a batch for one train step has. Its counts are sums over the tasks; `task_results` has each one's."""
 
-    train_step: int
-    status: ProduceStatus
+    step: int
     groups_by_task: dict[str, list[list[RolloutState]]]
     task_batch_sizes: dict[str, int]
     task_results: dict[str, TaskResult]
     wait_s: float  # how long the batch was waited for
     group_gen_p50_s: float | None = None  # over all tasks
     group_gen_p99_s: float | None = None
-    lease: Lease | None = None
 
     @property
     def groups(self) -> list[list[RolloutState]]:
         """The groups of all tasks, task after task."""
         return [group for groups in self.groups_by_task.values() for group in groups]
 
-    def shard(self, rank: int, world_size: int) -> list[list[RolloutState]]:
-        """Whole groups for one trainer rank; see `forebay.buffer.lease.shard`."""
-        return shard(self.groups, rank, world_size)
+    def shard(
+        self, rank: int, world_size: int, cost: Callable[[list[RolloutState]], float] | None = None
+    ) -> list[list[RolloutState]]:
+        """Whole groups for one trainer rank; see `forebay.collate.shard`."""
+        return shard(self.groups, rank, world_size, cost)
+
+    def packed(self, *, max_tokens: int, **options: Unpack[PackOptions]) -> list[Packed[Any]]:
+        """Micro-batches of at most `max_tokens` tokens, without padding: torch tensors, or numpy arrays without torch.
+
+        See `forebay.collate.pack`, which has the options.
+        """
+        from forebay.collate import pack  # imported here: a producer does not need it
+
+        if not self.groups:  # a rank may get none of the last groups
+            return []
+        micro_batches = pack(self.groups, max_tokens=max_tokens, **options)
+        return [batch.torch() for batch in micro_batches] if _has_torch() else list(micro_batches)
+
+    def padded(self, *, pad_id: int, **options: Unpack[PadOptions]) -> Padded[Any]:
+        """The samples as rows of one length: torch tensors, or numpy arrays without torch.
+
+        See `forebay.collate.pad`, which has the options.
+        """
+        from forebay.collate import pad
+
+        padded = pad(self.groups, pad_id=pad_id, **options)
+        return padded.torch() if _has_torch() else padded
+
+    @property
+    def reward_mean(self) -> float | None:
+        """Mean reward of the samples of this batch; None if they have none."""
+        return mean(_scores(self.groups))
 
     def total(self, name: str) -> float:
         """The sum of a count over the tasks: `total("produced_tokens")`."""
@@ -79,7 +128,10 @@ class ProduceBatchResult(msgspec.Struct, kw_only=True):
 
     @property
     def raw_reward_mean(self) -> float | None:
-        """Mean reward of everything that was judged since the batch before, filtered or not."""
+        """Mean reward of everything that was judged here since the batch before, filtered or not; None if nothing was.
+
+        After a resume, or with producers in other processes, a batch may have been judged earlier or elsewhere.
+        """
         count = self.total("raw_rewards_count")
         return self.total("raw_rewards_sum") / count if count else None
 
@@ -99,17 +151,73 @@ class ProduceBatchResult(msgspec.Struct, kw_only=True):
         return flat
 
 
+class AsyncBatch(BatchContent, kw_only=True, eq=False, weakref=True):
+    """A batch that is leased for one train step, until `ack` or `nack`. Leaving `async with` settles it."""
+
+    lease: Lease
+
+    def __repr__(self) -> str:
+        return f"<AsyncBatch for train step {self.step}: {len(self.groups)} groups, {self.lease.state}>"
+
+    @property
+    def open(self) -> bool:
+        """Whether it was neither acknowledged nor given back yet."""
+        return self.lease.open
+
+    @property
+    def returned(self) -> bool:
+        """Whether it was given back, or lost."""
+        return self.lease.returned
+
+    async def ack(self) -> None:
+        """The trainer trained on this batch: its groups leave for good. Batches are acknowledged in order of steps."""
+        await self.lease.ack()
+
+    async def nack(self) -> None:
+        """Give the groups back, to their old place in the order."""
+        await self.lease.nack()
+
+    async def reject(self, groups: Sequence[Sequence[RolloutState]], reason: str) -> None:
+        """These groups are of no use: they leave as discarded, for this reason; the others stay leased."""
+        await self.lease.reject(groups, reason)
+        self._keep_leased()
+
+    async def give_back(self, groups: Sequence[Sequence[RolloutState]]) -> None:
+        """Give some of the groups back, to their old place in the order; the others stay leased."""
+        await self.lease.give_back(groups)
+        self._keep_leased()
+
+    def _keep_leased(self) -> None:
+        held = {id(group) for group in self.lease.groups}
+        self.groups_by_task = {
+            name: [group for group in groups if id(group) in held] for name, groups in self.groups_by_task.items()
+        }
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        await self.lease.__aexit__(kind, error, trace)
+
+
+class BatchRequest(Request[AsyncBatch]):
+    """What `produce_batch` and `get_batch` return: await it for a leased batch, or enter it with `async with`."""
+
+    def _lease_of(self, granted: AsyncBatch) -> Lease:
+        return granted.lease
+
+
+def _scores(groups: Sequence[Sequence[RolloutState]]) -> list[float]:
+    rewards = [state.reward for group in groups for state in group if state.reward is not None]
+    return [float(reward["score"]) for reward in rewards if reward.get("score") is not None]
+
+
 def describe_task(
     batch_size: int, new: Figures, left: Mapping[Status, int], groups: Sequence[Sequence[RolloutState]], train_step: int
 ) -> TaskResult:
     """The results of a task since the batch before, and its part of this batch."""
     samples = [state for group in groups for state in group]
     ages = [group_staleness(group, train_step) for group in groups]
-    scores = [
-        float(state.reward["score"])
-        for state in samples
-        if state.reward is not None and state.reward.get("score") is not None
-    ]
     times = new.times_s
     p50, p99 = quantile(times, 0.5), quantile(times, 0.99)
     return TaskResult(
@@ -132,31 +240,9 @@ def describe_task(
         raw_rewards_sum=new.reward_sum,
         raw_rewards_count=new.reward_count,
         raw_reward_mean=new.reward_sum / new.reward_count if new.reward_count else None,
-        reward_mean=mean(scores),
+        reward_mean=mean(_scores(groups)),
         response_tokens_mean=mean([versioned_tokens(state) for state in samples]),
         staleness_mean=mean(ages),
         staleness_max=max(ages, default=None),
         leftover={str(status): groups for status, groups in left.items() if groups},
     )
-
-
-class BatchRequest(Request[ProduceBatchResult]):
-    """What `produce_batch` and `get_batch` return.
-
-    `await` it, and the batch is taken for good; enter it with `async with`, and it is a lease: acknowledged when the
-    block ends, given back if it raises.
-    """
-
-    def _lease_of(self, granted: ProduceBatchResult) -> Lease | None:
-        return granted.lease
-
-    async def _awaited(self) -> ProduceBatchResult:
-        result = await self._granted()
-        if result.lease is not None:
-            try:
-                await result.lease.settle_on_exit(None)
-            except StorageUnavailable:
-                result.lease.owed = Event.NACKED  # the caller does not get the groups
-                raise
-            result.lease = None
-        return result

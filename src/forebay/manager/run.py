@@ -50,13 +50,13 @@ class Run(Among):
         self.on_change: Callable[[], None] = lambda: None
         self.agreed = Agreed(terms, self._new_progress().dump())
         self.progress = self._new_progress()
-        self._internals = internals
+        self.internals = internals
         self._revision = -1
         internals.on_summary.append(WeakMethod(self._see))
 
     @property
     def owner(self) -> str:
-        return self._internals.session.owner
+        return self.internals.session.owner
 
     @property
     def member(self) -> Member | None:
@@ -64,7 +64,7 @@ class Run(Among):
         return self.agreed.members.get(self.owner)
 
     def _new_progress(self) -> ProduceProgress:
-        return ProduceProgress({name: task.weight for name, task in self.terms.tasks.items()})
+        return ProduceProgress(self.terms.weights)
 
     # --- reading --------------------------------------------------------------------------------------
 
@@ -87,7 +87,7 @@ class Run(Among):
         self.on_change()
 
     def _progress_of(self, agreed: Agreed) -> ProduceProgress:
-        progress = self._new_progress()
+        progress = ProduceProgress(agreed.terms.weights)
         progress.load(agreed.progress)
         return progress
 
@@ -100,7 +100,7 @@ class Run(Among):
 
     async def read(self) -> Summary:
         """Read the storage, and with it the plan."""
-        return await self._internals.summary(self.terms.tasks)
+        return await self.internals.summary(self.terms.tasks)
 
     def share(self, wanted: int) -> int:
         """An equal part for each living producer whose engine can be reached."""
@@ -150,7 +150,7 @@ class Run(Among):
             revision = self._revision
             if after == before and revision:
                 return result
-            if await self._internals.write_plan(self.lead, after, revision=revision):
+            if await self.internals.write_plan(self.lead, after, revision=revision):
                 if revision >= self._revision:
                     self._revision = revision + 1
                     self.agreed, self.progress = agreed, progress
@@ -186,11 +186,15 @@ class Run(Among):
             mine = agreed.members.get(self.owner)
             if mine is None and not others:  # the run before is over
                 progress.load(self._new_progress().dump())
+                progress.weights = terms.weights
                 agreed.begun, agreed.paused, agreed.model_step = False, False, 0
             mine = mine or Member()
             if terms.batch_size is not None or not others:
                 batch_size = agreed.terms.batch_size if terms.batch_size is None else terms.batch_size
-                agreed.terms = msgspec.structs.replace(terms, batch_size=batch_size)
+                theirs = progress.weights if others and not trains else terms.weights
+                agreed.terms = msgspec.structs.replace(terms.with_weights(theirs), batch_size=batch_size)
+                if progress.weights != theirs:
+                    progress.change_weights(theirs, leased=())
             agreed.members = others | {
                 self.owner: Member(
                     produces=mine.produces or produces,
@@ -201,7 +205,8 @@ class Run(Among):
             }
             if terms.batch_size is not None:
                 progress.change_batch_size(terms.batch_size)
-            agreed.begun = agreed.begun or trains
+            # A trainer that has not asked for a batch yet resumes or loads weights first: producers wait for that.
+            agreed.begun = agreed.begun or (trains and terms.batch_size is not None)
             if trains:  # the trainer before may have died in the middle of beginning an epoch
                 agreed.epoch = max(agreed.epoch, epoch)
 
@@ -211,7 +216,7 @@ class Run(Among):
             if name != self.lead and (
                 account.plan is None or decode(account.plan).terms.tasks.keys() != terms.tasks.keys()
             ):
-                await self._internals.write_plan(name, encode(self.agreed), revision=account.plan_revision)
+                await self.internals.write_plan(name, encode(self.agreed), revision=account.plan_revision)
 
     async def _check_tasks(self, summary: Summary) -> None:
         """InvalidConfig if a task belongs to a living run of other tasks."""
@@ -219,7 +224,7 @@ class Run(Among):
             plan = summary.task(name).account.plan
             run = None if plan is None else decode(plan)
             if run is not None and name != (lead := min(run.terms.tasks)):  # that of the lead has the members
-                plan = (await self._internals.summary((lead,))).task(lead).account.plan
+                plan = (await self.internals.summary((lead,))).task(lead).account.plan
                 run = None if plan is None else decode(plan)
             if run is None or name not in run.terms.tasks or run.terms.tasks.keys() == self.terms.tasks.keys():
                 continue
@@ -238,9 +243,9 @@ class Run(Among):
             others = [owner for owner, each in self.agreed.members.items() if each.trains and owner in self.owners]
             return None if any(owner != self.owner for owner in others) else True
 
-        lease_s = self._internals.session.lease_s
+        lease_s = self.internals.session.lease_s
         try:
-            await self._internals.until(attempt, "the trainer before to end", (self.lead,), timeout_s=lease_s or 0.0)
+            await self.internals.until(attempt, "the trainer before to end", (self.lead,), timeout_s=lease_s or 0.0)
         except WaitTimeout:
             return  # it is alive; joining says so
 
@@ -282,7 +287,7 @@ class Run(Among):
             return handout if handout.train_step >= train_step and handout.returned_by is None else None
 
         what = f"rank 0 to lease the batch of train step {train_step}"
-        found = await self._internals.until(attempt, what, (self.lead,), timeout_s=timeout_s)
+        found = await self.internals.until(attempt, what, (self.lead,), timeout_s=timeout_s)
         if found.train_step > train_step or len(found.shards) != world_size:
             raise InvalidInput(
                 f"rank {rank} of {world_size} asks for train step {train_step}, but rank 0 has leased train step "
@@ -327,7 +332,7 @@ class Run(Among):
             return None
 
         what = f"rank 0 to acknowledge train step {train_step}"
-        await self._internals.until(attempt, what, (self.lead,))
+        await self.internals.until(attempt, what, (self.lead,))
 
     async def until_trained(self, train_step: int, timeout_s: float | None) -> None:
         """Wait until every rank has trained on its part. LostLease if one gave it back, or has died."""
@@ -345,7 +350,7 @@ class Run(Among):
             return None if missing else True
 
         what = f"all ranks to train on their parts of train step {train_step}"
-        await self._internals.until(attempt, what, (self.lead,), timeout_s=timeout_s)
+        await self.internals.until(attempt, what, (self.lead,), timeout_s=timeout_s)
 
     # --- epochs ---------------------------------------------------------------------------------------
 
@@ -356,7 +361,7 @@ class Run(Among):
     async def proceed(self, edit: Callable[[Agreed, ProduceProgress], None]) -> None:
         """Change the plan so that producers draw again, in the latest epoch."""
         epoch = self._epoch_of(await self.read())
-        await self._internals.advance(dict.fromkeys(self.terms.tasks, Clock(epoch=epoch)))
+        await self.internals.advance(dict.fromkeys(self.terms.tasks, Clock(epoch=epoch)))
 
         def follow(agreed: Agreed, progress: ProduceProgress) -> None:
             agreed.epoch, agreed.paused = max(epoch, agreed.epoch), False
@@ -367,7 +372,7 @@ class Run(Among):
     async def begin_epoch(self, edit: Callable[[Agreed, ProduceProgress], None]) -> int:
         """Begin an epoch: draws of all earlier ones are refused from now on. `edit` changes the plan with it."""
         epoch = 1 + self._epoch_of(await self.read())
-        await self._internals.advance(dict.fromkeys(self.terms.tasks, Clock(epoch=epoch)))
+        await self.internals.advance(dict.fromkeys(self.terms.tasks, Clock(epoch=epoch)))
 
         def begin(agreed: Agreed, progress: ProduceProgress) -> None:
             agreed.epoch = max(epoch, agreed.epoch)
@@ -392,7 +397,7 @@ class Run(Among):
         One that does not even see it within `lease_s`, or does not complete it within `patience_s` more, has hung: it
         is removed from the run, and its groups go back.
         """
-        lease_s = self._internals.session.lease_s
+        lease_s = self.internals.session.lease_s
         clock = asyncio.get_running_loop().time
         began, asked = clock(), set(self.agreed.producers(self.owners))
         while True:
@@ -423,7 +428,7 @@ class Run(Among):
 
         try:
             what = f"all producers to confirm pause {epoch}"
-            await self._internals.until(
+            await self.internals.until(
                 attempt, what, (self.lead,), timeout_s=None if timeout_s is None else max(0.0, timeout_s)
             )
         except WaitTimeout:
@@ -432,7 +437,7 @@ class Run(Among):
 
     async def own_tasks(self) -> list[str] | None:
         """The tasks of the store without those of other living runs; None: all."""
-        summary = await self._internals.summary()
+        summary = await self.internals.summary()
         plans = {name: task.account.plan for name, task in summary.tasks.items() if task.account.plan is not None}
         runs = {name: decode(plan) for name, plan in plans.items() if plan is not None}
         foreign = {
@@ -461,4 +466,4 @@ class Run(Among):
             agreed.members.pop(owner, None)
 
         await self.change(edit)
-        await self._internals.release(owner)
+        await self.internals.release(owner)

@@ -18,7 +18,6 @@ mean was no larger than that of all k+1, which had gained at most 1 together.
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Collection, Mapping
 from fractions import Fraction
@@ -30,7 +29,7 @@ from forebay.core.validate import checked_integer
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput
 
 if TYPE_CHECKING:
-    from forebay.checkpoint.format import Manifest
+    pass
 
 Credits: TypeAlias = "Mapping[str, Fraction]"
 
@@ -102,14 +101,15 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class PlannedStep(msgspec.Struct, frozen=True):
-    """The groups of one train step by task, and the credits before it was planned."""
+    """The groups of one train step by task, the credits before it was planned, and the size that was asked for."""
 
     sizes: dict[str, Count]
     credits_before: dict[str, str]
+    asked: Count | None = None  # if its tasks could not give as many groups
 
     @property
     def batch_size(self) -> int:
-        return sum(self.sizes.values())
+        return sum(self.sizes.values()) if self.asked is None else self.asked
 
 
 class _State(msgspec.Struct, kw_only=True, frozen=True):
@@ -119,6 +119,7 @@ class _State(msgspec.Struct, kw_only=True, frozen=True):
     planned: dict[Step, PlannedStep]
     credits: dict[str, str]
     skipped: list[str] = []
+    most: dict[str, Count] = {}
 
 
 class Consumed(msgspec.Struct, frozen=True):
@@ -140,6 +141,7 @@ class ProduceProgress:
         self.planned: dict[int, PlannedStep] = {}
         self.credits: dict[str, str] = {}  # as saved
         self.skipped: set[str] = set()  # tasks that steps are planned without for a while
+        self.most: dict[str, int] = {}  # of tasks at the end of their data: groups, consumed or planned, in all
 
     @property
     def target(self) -> dict[str, int]:
@@ -165,9 +167,10 @@ class ProduceProgress:
                 f"train step {train_step} was already acknowledged; the next one is {self.next_consumer_step}"
             )
         if train_step not in self.planned:
-            sizes, credits = allocate(batch_size, self.active_weights, load_credits(self.credits))
-            self.planned[train_step] = PlannedStep(sizes, self.credits)
-            self.credits = save_credits(credits)
+            before = self.credits
+            sizes = self._allocate(batch_size)
+            asked = None if sum(sizes.values()) == batch_size else batch_size
+            self.planned[train_step] = PlannedStep(sizes, before, asked)
         step = self.planned[train_step]
         if step.batch_size != batch_size:
             raise InvalidInput(
@@ -175,6 +178,23 @@ class ProduceProgress:
                 "batch size for produce_loop and get_batch"
             )
         return self.sizes(train_step)
+
+    def _allocate(self, batch_size: int) -> dict[str, int]:
+        """The groups of the next step by task: fewer than asked for if tasks are at the end of their data."""
+        if not self.most:
+            sizes, credits = allocate(batch_size, self.active_weights, load_credits(self.credits))
+            self.credits = save_credits(credits)
+            return sizes
+        sizes, target = dict.fromkeys(self.weights, 0), self.target
+        for _ in range(batch_size):
+            full = {name for name, most in self.most.items() if target.get(name, 0) + sizes[name] >= most}
+            weights = {name: 0.0 if name in full else weight for name, weight in self.active_weights.items()}
+            if not any(weights.values()):
+                break
+            seat, credits = allocate(1, weights, load_credits(self.credits))
+            self.credits = save_credits(credits)
+            sizes = {name: groups + seat[name] for name, groups in sizes.items()}
+        return sizes
 
     def sizes(self, train_step: int) -> dict[str, int]:
         """The groups of a planned step by task."""
@@ -188,13 +208,37 @@ class ProduceProgress:
     def skip_task(self, name: str, *, leased: Collection[int]) -> None:
         """Plan again, without a task, the steps that were not handed out."""
         self.skipped.add(name)
+        self._plan_again(leased)
+
+    def end_task(self, name: str, left: int, *, leased: Collection[int]) -> None:
+        """A task has no more prompts, and `left` groups for steps that are planned or to come: plan with these."""
+        self.most[name] = self.consumed.get(name, 0) + left
+        self._plan_again(leased)
+
+    def change_weights(self, weights: Mapping[str, float], *, leased: Collection[int]) -> None:
+        """Plan with these tasks and weights, again for the steps that were not handed out."""
+        check_weights(weights)
+        self.weights = dict(weights)
+        self.consumed = {name: self.consumed.get(name, 0) for name in weights}
+        self.skipped &= weights.keys()
+        self.most = {name: most for name, most in self.most.items() if name in weights}
+        self._plan_again(leased)
+
+    def _plan_again(self, leased: Collection[int]) -> None:
         again = {number: step.batch_size for number, step in self.planned.items() if number not in leased}
         if again:
             self.credits = self.planned[min(again)].credits_before
         for number in again:
             del self.planned[number]
+        self.credits = {name: credit for name, credit in self.credits.items() if name in self.weights}
         for number in sorted(again):
             self.plan(again[number], number)
+
+    def shrink(self, train_step: int, sizes: dict[str, int]) -> None:
+        """A planned step has only these groups: the others stay for later steps."""
+        step = self.planned.get(train_step)
+        if step is not None:
+            self.planned[train_step] = PlannedStep(sizes, step.credits_before, step.batch_size)
 
     def skip_to(self, train_step: int) -> None:
         """Continue producing from this step: steps before it that were not planned are left out."""
@@ -257,6 +301,7 @@ class ProduceProgress:
         copy.next_consumer_step = max(copy.next_consumer_step, first)
         copy.producer_future_step = max(copy.producer_future_step, first)
         copy.skipped.clear()  # they are tried again
+        copy.most.clear()  # there may be more data by then
         return copy.dump()
 
     def dump(self) -> dict[str, Any]:
@@ -268,6 +313,7 @@ class ProduceProgress:
             planned=self.planned,
             credits=self.credits,
             skipped=sorted(self.skipped),
+            most=self.most,
         )
         content: dict[str, Any] = msgspec.to_builtins(state, str_keys=True)
         return content
@@ -281,7 +327,7 @@ class ProduceProgress:
         self.producer_future_step = max(state.producer_future_step, state.next_consumer_step)
         self.consumed = {name: state.consumed.get(name, 0) for name in self.weights}
         self.credits = dict(state.credits)
-        self.planned, self.skipped = dict(state.planned), set(state.skipped)
+        self.planned, self.skipped, self.most = dict(state.planned), set(state.skipped), dict(state.most)
 
     def _read(self, content: object) -> _State:
         try:
@@ -305,37 +351,3 @@ class ProduceProgress:
             self.forget_planned()  # other tasks: another mix
         self.credits = {name: credit for name, credit in self.credits.items() if name in self.weights}
         return gone
-
-
-class SavedFigures(msgspec.Struct):
-    """Counters of a task: until the checkpoint, until the last batch before it, and the last verdicts of filters."""
-
-    now: dict[str, float] = {}
-    seen: dict[str, float] = {}
-    verdicts: list[bool] = []
-
-
-class Saved(msgspec.Struct):
-    """The state of a manager in a checkpoint."""
-
-    progress: Any = None
-    agent_loops: dict[str, Any] = {}
-    figures: dict[str, SavedFigures] = {}
-
-
-def read_saved(manifest: Manifest, path: str | os.PathLike[str], weights: Mapping[str, float]) -> tuple[int, Saved]:
-    """The model step of a checkpoint, and the state of its manager; DamagedData if they cannot be read."""
-    if manifest.model_step is None:
-        raise DamagedData(
-            f"the checkpoint at {path} does not say which weights it goes with; it was saved by a buffer without a "
-            "model_step, and a manager cannot continue from it"
-        )
-    scratch = ProduceProgress(weights)
-    if "manager" not in manifest.extra:  # a buffer alone was saved
-        return manifest.model_step, Saved(scratch.state(manifest.model_step))
-    try:
-        saved = msgspec.convert(manifest.extra["manager"], Saved)
-    except msgspec.ValidationError as error:
-        raise DamagedData(f"the state of the manager in the checkpoint at {path} is damaged: {error}") from None
-    scratch.load_state(saved.progress)
-    return manifest.model_step, saved

@@ -8,6 +8,7 @@ import msgspec
 
 from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
+from forebay.core.ledger import Account
 from forebay.core.validate import checked_task
 from forebay.errors import InvalidConfig
 from forebay.manager.agreement import TaskTerms, Terms
@@ -17,7 +18,7 @@ from forebay.prompts.check import check_sampler
 from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class ManagedTask(msgspec.Struct, frozen=True, kw_only=True):
     """A task: its prompts, its agent loop, how its groups are produced and judged, and its share of a batch."""
 
     name: str
@@ -38,15 +39,21 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidConfig(f"the {what} of task {self.name!r} is {value!r:.80}; expected a {names}")
         check_sampler(self.sampler)
 
+    async def exhausted(self, account: Account) -> bool:
+        """Whether the data set has no more prompts, at the position of this account."""
+        if isinstance(self.sampler, SamplerWithReplayBuffer):
+            return await self.sampler.exhausted(self.name)
+        return await self.sampler.end_of_data(self.name, account.cursor, account.source_state) is not None
+
 
 def check_tasks(
-    tasks: Sequence[Task] | Task, replay_buffer: ReplayBuffer, sync_weights_interval: int
-) -> dict[str, Task]:
+    tasks: Sequence[ManagedTask] | ManagedTask, replay_buffer: ReplayBuffer, sync_weights_interval: int
+) -> dict[str, ManagedTask]:
     """The tasks by name; InvalidConfig names a task that does not fit."""
-    by_name: dict[str, Task] = {}
-    for task in [tasks] if isinstance(tasks, Task) else tasks:
-        if not isinstance(task, Task):
-            raise InvalidConfig(f"{task!r:.80} is not a task; expected Task(name=..., sampler=..., ...)")
+    by_name: dict[str, ManagedTask] = {}
+    for task in [tasks] if isinstance(tasks, ManagedTask) else tasks:
+        if not isinstance(task, ManagedTask):
+            raise InvalidConfig(f"{task!r:.80} is not a task; expected ManagedTask(name=..., sampler=..., ...)")
         if task.name in by_name:
             raise InvalidConfig(f"two tasks are named {task.name!r}; expected distinct names")
         if task.strategy.replay_buffer is not replay_buffer:
@@ -61,7 +68,7 @@ def check_tasks(
     return by_name
 
 
-def spare_groups(tasks: Mapping[str, Task], sizes: Mapping[str, int], max_groups: int | None) -> int | None:
+def spare_groups(tasks: Mapping[str, ManagedTask], sizes: Mapping[str, int], max_groups: int | None) -> int | None:
     """How many groups a task may have in flight beyond its target and over-issue, because filters reject some.
 
     InvalidConfig if the groups of one task can fill the buffer while it waits for the groups of another.
@@ -79,7 +86,7 @@ def spare_groups(tasks: Mapping[str, Task], sizes: Mapping[str, int], max_groups
     return max(0, max_groups - sum(most.values())) // len(active)
 
 
-def terms_of(tasks: Mapping[str, Task], sync_weights_interval: int) -> Terms:
+def terms_of(tasks: Mapping[str, ManagedTask], sync_weights_interval: int) -> Terms:
     """What all members of a run of these tasks must have alike."""
     from forebay import __version__  # here: `forebay` may still be importing
 

@@ -78,15 +78,15 @@ async def evaluate(
         raise InvalidInput(f"agent_loop is {agent_loop!r:.80}; expected an AgentLoop")
     if not isinstance(sampler, Sampler):
         raise InvalidInput(f"sampler is {sampler!r:.80}; expected a Sampler")
-    source = sampler.source
+    source = sampler.streams[name].source
     if not isinstance(source, MapSource):
         raise InvalidDataset("an iterable loader cannot be evaluated: its records are not fixed; expected a data set")
     checked_integer("model_step", model_step, least=0)
-    records, clock = len(sampler), asyncio.get_running_loop().time
+    records, clock = len(source), asyncio.get_running_loop().time
     most = records if max_in_flight is None else checked_integer("max_in_flight", max_in_flight, least=1)
     progress = default_progress() if progress is None else progress
     buffer = ReplayBuffer()
-    drawing = sampler.with_buffer(buffer)
+    drawing = sampler.over(source.once(), epochs=1).with_buffer(buffer)
     judge = Judge(reward_fn=reward_fn, group_reward_fn=group_reward_fn, concurrency=reward_concurrency)
     timeouts = Timeouts() if timeouts is None else timeouts
     works = Works(name, buffer, judge, StrategySettings(max_tries=max_tries, timeouts=timeouts, tail_after=2**62))
@@ -105,7 +105,7 @@ async def evaluate(
         groups = await drawing.draw_again(records, name, own=False)
         drawn, _ = await internals(buffer).position(name)
         while drawn < records and (more := most - works.in_flight - len(groups)) > 0:
-            groups += await drawing.draw(min(records - drawn, more), name, (), own=False)
+            groups += await drawing.try_draw(more, name, (), own=False)  # maybe none: bad records
             drawn, _ = await internals(buffer).position(name)
         for group in groups:
             started.add(group[0].group_id or 0)
@@ -118,6 +118,8 @@ async def evaluate(
     try:
         if paused:
             await agent_loop.resume()
+        if not agent_loop.takes_weights_while_running:
+            await agent_loop.weights_loaded(model_step)
         await internals(buffer).until(step, f"{records} records of {name!r} to be answered", (name,))
     finally:
         try:

@@ -163,7 +163,7 @@ class Works:
                 f"{attempts} attempts in a row at groups of task {self.task_name!r} failed, and none was completed; "
                 f"the last error: {self.last_error}{advice}. Of these groups {failed} spent their last try and ended "
                 f"as failed, {groups - failed} are back in the buffer; fix the cause and produce again, or raise "
-                "max_consecutive_failures"
+                "Budgets(max_consecutive_failures=...)"
             )
         if self.exhausted and self._settings.budgets.when_exhausted == "raise":
             rejections, self.rejections_in_a_row = self.rejections_in_a_row, 0

@@ -71,8 +71,9 @@ def prepare(
 ) -> tuple[list[RolloutState], list[RolloutState]]:
     """The members as issued, which must not be changed, and copies for the agent loop.
 
-    `model_step`: the step of the weights that generate now. Without partial rollout a member continues only if all of
-    its tokens are from these weights: an outage of the engine interrupted it.
+    `model_step`: the step of the weights that generate now. Tokens of later weights, which were lost when the run was
+    resumed, are not continued. Without partial rollout a member continues only if all of its tokens are from these
+    weights: an outage of the engine interrupted it.
     """
     issued: list[RolloutState] = []
     for samples in _rollouts(group):
@@ -86,6 +87,8 @@ def prepare(
         if continues and not partial:
             tokens = versioned_tokens(state)
             continues = bool(tokens) and state.version_spans == ((model_step, tokens),)
+        if continues and model_step is not None and any(step > model_step for step, _ in state.version_spans):
+            continues = False
         if not continues and not is_as_issued(state):
             prompt = state.issued
             state = reset_response(state)

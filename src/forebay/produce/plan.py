@@ -8,8 +8,9 @@ ABORTED without partial rollout).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from decimal import ROUND_CEILING, Decimal
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 import msgspec
 
@@ -19,6 +20,11 @@ from forebay.core.staleness import Limits, stale_threshold
 from forebay.core.validate import checked_integer, positive_seconds
 from forebay.errors import InvalidConfig, TooManyRejections
 from forebay.storage.base import Share, TaskSummary
+
+if TYPE_CHECKING:
+    from forebay.agent_loop.base import AgentLoop
+    from forebay.produce.inflight import Steps
+    from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
 
 WhenExhausted: TypeAlias = Literal["raise", "accept", "skip"]
 
@@ -169,6 +175,24 @@ class Among:
     def follows(self, epoch: int) -> bool:
         """Whether this producer may draw in an epoch of the task."""
         return True
+
+
+class Demand(NamedTuple):
+    """Groups that a strategy is asked to produce. `steps` may advance meanwhile; `stopped()` ends it early.
+
+    `spare`: how many groups more than the target and the over-issue may be in flight because filters reject some; by
+    default the number that fits into the buffer. `among`: the producers that share the work.
+    """
+
+    agent_loop: AgentLoop
+    sampler: Sampler | SamplerWithReplayBuffer
+    batch_size: int
+    task_name: str
+    steps: Steps
+    target: int | None = None
+    stopped: Callable[[], bool] = lambda: False
+    spare: int | None = None
+    among: Among = Among()
 
 
 class Suspects(dict[int, tuple[int, float]]):

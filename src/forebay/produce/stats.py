@@ -286,6 +286,8 @@ class Production(msgspec.Struct, frozen=True, kw_only=True):
     task_name: str
     complete: bool  # the target was reached; otherwise a pause began, or the task is exhausted
     exhausted: bool = False  # filters reject everything, and the task is to be skipped
+    ended: bool = False  # the data set has no more prompts, and nothing is left to generate
+    left: int = 0  # groups that are buffered or leased, complete
     rejections: int = 0  # groups in a row that filters rejected last
     target: int
     available: int

@@ -13,7 +13,9 @@ import asyncio
 import logging
 import operator
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, ClassVar, NamedTuple, TypedDict, Unpack
+from typing import Any, ClassVar, TypedDict, Unpack
+
+from msgspec.structs import replace
 
 from forebay.agent_loop.base import AgentLoop
 from forebay.buffer.buffer import ReplayBuffer
@@ -25,7 +27,7 @@ from forebay.core.ledger import Clock, End, Place
 from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.staleness import staleness
 from forebay.core.validate import checked_integer, checked_task
-from forebay.errors import EngineUnavailable, EpochMoved, InvalidConfig, InvalidInput, RewardUnavailable
+from forebay.errors import EngineUnavailable, EpochMoved, InvalidConfig, InvalidInput, RewardUnavailable, WeightsTooOld
 from forebay.produce.filters import Filter
 from forebay.produce.inflight import Steps, Works
 from forebay.produce.judge import GroupReward, Judge, SampleReward
@@ -33,6 +35,7 @@ from forebay.produce.pausing import ProducedTask
 from forebay.produce.plan import (
     Among,
     Budgets,
+    Demand,
     Need,
     Plan,
     StrategySettings,
@@ -48,24 +51,6 @@ from forebay.prompts.sampler import Sampler, SamplerWithReplayBuffer
 from forebay.storage.base import TaskSummary
 
 log = logging.getLogger(__name__)
-
-
-class Demand(NamedTuple):
-    """Groups that a strategy is asked to produce. `steps` may advance meanwhile; `stopped()` ends it early.
-
-    `spare`: how many groups more than the target and the over-issue may be in flight because filters reject some; by
-    default the number that fits into the buffer. `among`: the producers that share the work.
-    """
-
-    agent_loop: AgentLoop
-    sampler: Sampler | SamplerWithReplayBuffer
-    batch_size: int
-    task_name: str
-    steps: Steps
-    target: int | None = None
-    stopped: Callable[[], bool] = lambda: False
-    spare: int | None = None
-    among: Among = Among()
 
 
 class ProduceStrategy:
@@ -137,13 +122,10 @@ class ProduceStrategy:
         return self.stale_threshold if token is None else min(self.stale_threshold, token)
 
     def refuse_too_old(self, agent_loop: AgentLoop, model_step: int, train_step: int, task_name: str) -> None:
-        """InvalidInput if results of these weights are too old for a train step when they arrive."""
+        """WeightsTooOld if results of these weights are too old for a train step when they arrive."""
         if self.is_too_old(agent_loop, model_step, train_step):
-            raise InvalidInput(
-                f"what weights of model_step={model_step} generate is too old for train_step={train_step} when it "
-                f"arrives (the stale threshold of task {task_name!r} is {self.reach}), so a batch would never fill; "
-                "sync the weights first, or raise max_staleness or sync_weights_interval"
-            )
+            reason = f"the stale threshold of task {task_name!r} is {self.reach}"
+            raise WeightsTooOld(train_step, model_step, reason)
 
     def is_too_old(self, agent_loop: AgentLoop, model_step: int, train_step: int) -> bool:
         """Whether results of these weights are too old for a train step when they arrive."""
@@ -239,18 +221,20 @@ class ProduceStrategy:
                 enough = not self.should_continue_fn(available, goal)
                 self.progress.update(task_name, available, goal, works.in_flight, works.figures)
                 stops = works.pause.on or agent_loop.paused or stopped()  # another task may have paused
+                production = Production(
+                    task_name=task_name,
+                    complete=enough,
+                    exhausted=skip and not enough,
+                    rejections=works.rejections_in_a_row,
+                    target=goal,
+                    available=available,
+                    left=available - summary.line()["trained"],
+                    started=started,
+                    tail=plan.tail,
+                    seconds=loop.time() - began,
+                )
                 if enough or skip or stops or demand.among.leaves_to_others(agent_loop.outage):
-                    return Production(
-                        task_name=task_name,
-                        complete=enough,
-                        exhausted=skip and not enough,
-                        rejections=works.rejections_in_a_row,
-                        target=goal,
-                        available=available,
-                        started=started,
-                        tail=plan.tail,
-                        seconds=loop.time() - began,
-                    )
+                    return production
                 if not demand.among.follows(summary.account.epoch):
                     return None
                 wanted = to_run(
@@ -269,8 +253,8 @@ class ProduceStrategy:
                         begun = await self._start_again(task, demand, need, DRAWABLE, summary)
                 except EpochMoved:
                     return None  # a pause begins: wait for it
-                if not begun:
-                    return None  # the buffer is full: wait for a change
+                if not begun:  # at the end of the data, or the buffer is full: wait for a change
+                    return replace(production, ended=True) if await self._is_at_end(task, summary) else None
                 started += begun
 
         what = f"{demand.target} groups completed, leased or trained"
@@ -352,6 +336,14 @@ class ProduceStrategy:
         for group in groups:
             works.start(group, demand.agent_loop, demand.steps)
         return len(groups)
+
+    async def _is_at_end(self, task: ProducedTask, summary: TaskSummary) -> bool:
+        """Whether nothing is in flight, nothing waits to be generated again, and the data set has no more prompts."""
+        assert task.sampler is not None
+        if summary.unfinished or not await task.sampler[1].exhausted(task.works.task_name):
+            return False
+        now = await self._summary(task)  # another producer may have drawn the last prompt in between
+        return not now.unfinished and now.produced == summary.produced
 
     def _first(self, works: Works) -> Collection[int]:
         """Ids of stragglers that are drawn before all other groups."""

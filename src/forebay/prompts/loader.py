@@ -29,9 +29,11 @@ class LoaderSource:
     """
 
     inline = False
+    sequential = True
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, epochs: int | None = None) -> None:
         self._loader = loader
+        self._epochs = epochs
         self._stateful = callable(getattr(loader, "state_dict", None)) and callable(
             getattr(loader, "load_state_dict", None)
         )
@@ -54,7 +56,11 @@ class LoaderSource:
         except TypeError:
             raise InvalidDataset(f"the loader {type_name(self._loader)} does not know its length") from None
 
-    def read(self, cursor: int) -> tuple[int, Any]:
+    def end(self) -> int | None:
+        """None: only reading finds the end of an epoch."""
+        return None
+
+    def read(self, cursor: int) -> tuple[int, Any] | None:
         if self._last is not None and cursor == self._cursor - 1 and not self._lost:
             return cursor, self._last[0]
         if cursor != self._cursor or self._lost:
@@ -64,6 +70,8 @@ class LoaderSource:
             )
         with self._moving(f"failed at record {cursor}"):
             record = self._next()
+            if record is _END:
+                return None
             delivered = self._delivered + 1
             state = self._pack(delivered)
         self._note(cursor, record)
@@ -76,6 +84,8 @@ class LoaderSource:
     def _next(self) -> Any:
         for _ in range(2):
             if self._iterator is None:
+                if self._epochs is not None and self._epoch >= self._epochs and self._cursor:
+                    return _END
                 self._iterator = self._iterate()
             try:
                 record = next(self._iterator)
@@ -215,6 +225,10 @@ class LoaderSource:
             return len(self._loader)
         except (TypeError, NotImplementedError):
             return None
+
+
+_END = object()
+"""Stands for the record after the last epoch."""
 
 
 def _single(record: Any) -> Any:

@@ -6,7 +6,8 @@ several processes can draw from one. Group ids count the groups drawn for a task
 groups that it gets: their lists and dicts may be changed.
 
 A fingerprint of the data set is kept beside the position, and is compared before anything is drawn: positions are not
-applied to another data set (`ChangedDataset`), unless `allow_changed_data` says so.
+applied to another data set (`ChangedDataset`), unless `allow_changed_data` says so. `set_prompts` gives a task other
+prompts, as a new generation of its stream (see `stream`). With `epochs`, drawing ends (`EndOfData`).
 
 `Sampler` alone does the same without a buffer, and keeps its own position (`state_dict`).
 """
@@ -14,24 +15,21 @@ applied to another data set (`ChangedDataset`), unless `allow_changed_data` says
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
-
-from msgspec.structs import replace
 
 from forebay.buffer.buffer import ReplayBuffer
 from forebay.buffer.internal import Issued, internals
 from forebay.core.aio import DATA, Turns, in_thread, see_through, uncancelled
-from forebay.core.fingerprint import Fingerprint, SourceState, differences, pack_state, unpack_state
 from forebay.core.ledger import number_rollouts
 from forebay.core.payload import remember_prompt
-from forebay.core.rollout import DRAWABLE, RolloutState, Status, carries_response, lacks_tokens
+from forebay.core.rollout import DRAWABLE, RolloutState, Status
 from forebay.core.validate import checked_integer, checked_task
 from forebay.errors import (
-    ChangedDataset,
     CursorMoved,
+    EndOfData,
     ForebayError,
     InvalidDataset,
     InvalidInput,
@@ -40,17 +38,16 @@ from forebay.errors import (
 )
 from forebay.prompts.loader import LoaderSource
 from forebay.prompts.sources import (
+    PromptBuilder,
     Source,
     Tokenize,
     ToRolloutState,
-    bad_prompt,
-    build_prompt,
     independent,
     is_bad,
     nothing_but_bad,
     open_source,
-    without_response,
 )
+from forebay.prompts.stream import Positions, Stream, Streams
 from forebay.storage.base import Share
 
 log = logging.getLogger(__name__)
@@ -79,7 +76,7 @@ class _Drawn(NamedTuple):
 class SamplerOptions(TypedDict, total=False):
     """The options of both samplers; see `Sampler`."""
 
-    prompt_repeat_k: int
+    group_size: int
     seed: int
     shuffle: bool
     to_rollout_state: ToRolloutState | None
@@ -87,18 +84,22 @@ class SamplerOptions(TypedDict, total=False):
     skip_bad_records: bool
     offline: bool
     allow_changed_data: bool
+    epochs: int | None
 
 
 class Sampler:
     """Draws prompts from a data set; keeps only the position.
 
-    `dataset`: a list, a data set (`__len__`, `__getitem__`), a loader (`__iter__`, best with `state_dict`), or the path
-    of a JSONL file. `prompt_repeat_k` members per group. `to_rollout_state` maps a record of another shape; `tokenize`
-    fills `prompt_ids`. A record that makes no prompt is an error, or, with `skip_bad_records`, a group that failed.
-    A response in a record is dropped and counted (`dropped_responses`), because the weights that made it are unknown;
-    `offline=True` takes it as the answer instead: it is judged and trained on, and nothing is generated.
+    `dataset`: a list, a data set (`__len__`, `__getitem__`), a loader (`__iter__`, best with `state_dict`), the path of
+    a JSONL file, or a `PromptSource`. `group_size` members per group. `to_rollout_state` maps a record of another
+    shape; `tokenize` gets the RolloutState of a record, not its messages, and returns its `prompt_ids`
+    (`chat_tokenize` makes one from a tokenizer). A record that makes no prompt is an error, or, with
+    `skip_bad_records`, a group that failed. A response in a record is dropped and counted (`dropped_responses`),
+    because the weights that made it are unknown; `offline=True` takes it as the answer instead: it is judged and
+    trained on, and nothing is generated.
     Stores and checkpoints keep a fingerprint of the data set; continuing with another one is refused
     (`ChangedDataset`) unless `allow_changed_data=True`, which continues and keeps the new fingerprint.
+    `epochs`: the number of passes over the data set; then nothing new is drawn (`EndOfData`). It may be raised later.
     Give it to a strategy, and it draws through the strategy's buffer (`with_buffer`).
     """
 
@@ -106,7 +107,7 @@ class Sampler:
         self,
         dataset: Any,
         *,
-        prompt_repeat_k: int = 1,
+        group_size: int = 1,
         seed: int = 0,
         shuffle: bool = True,
         to_rollout_state: ToRolloutState | None = None,
@@ -114,28 +115,38 @@ class Sampler:
         skip_bad_records: bool = False,
         offline: bool = False,
         allow_changed_data: bool = False,
+        epochs: int | None = None,
     ) -> None:
-        self.source: Source = open_source(dataset, seed=seed, shuffle=shuffle)
-        self.dropped_responses = 0
-        self.group_size = checked_integer("prompt_repeat_k", prompt_repeat_k, least=1)
-        self._to_rollout_state = to_rollout_state
-        self._tokenize = tokenize
-        self._skip_bad_records = skip_bad_records
-        self._offline = offline
-        self._allow_changed_data = allow_changed_data
-        # Functions of the user may take any time.
-        self._inline = self.source.inline and to_rollout_state is None and tokenize is None
-        self._reading = threading.RLock()
-        self._own_state: bytes | None = None  # the last state that was made here: its fingerprint is this data set's
-        self._own: SourceState | None = None  # the same, not packed
-        self._warned: set[str] = set()
-        self._cursors: dict[str, int] = {}
-        self._state: bytes | None = None
+        self.epochs = None if epochs is None else checked_integer("epochs", epochs, least=1)
+        self._seed, self._shuffle = seed, shuffle
+        self.group_size = checked_integer("group_size", group_size, least=1)
+        self.streams = Streams(self._open(dataset), group_size=self.group_size, allow_changed_data=allow_changed_data)
+        self.prompts = PromptBuilder(
+            to_rollout_state=to_rollout_state,
+            tokenize=tokenize,
+            skip_bad_records=skip_bad_records,
+            offline=offline,
+            warnings=self.streams.warnings,
+        )
+        self._positions = Positions()
         self._turns = Turns()
+
+    def _open(self, dataset: Any) -> Source:
+        return open_source(dataset, seed=self._seed, shuffle=self._shuffle, epochs=self.epochs)
 
     def __len__(self) -> int:
         """The number of records of the data set."""
         return len(self.source)
+
+    @property
+    def source(self) -> Source:
+        """The source of tasks that were not given prompts of their own."""
+        return self.streams.source
+
+    @property
+    def dropped_responses(self) -> int:
+        """Records with a response, which was dropped."""
+        return self.prompts.dropped_responses
 
     def with_buffer(self, replay_buffer: ReplayBuffer) -> SamplerWithReplayBuffer:
         """The same prompts, drawn through a buffer."""
@@ -143,20 +154,45 @@ class Sampler:
         bound._bind(self, replay_buffer)
         return bound
 
+    def over(self, source: Source, *, epochs: int | None) -> Sampler:
+        """A sampler with the same options and other tasks, for an evaluation."""
+        sampler = copy.copy(self)
+        sampler.epochs, sampler.streams = epochs, self.streams.over(source)
+        sampler._positions, sampler._turns = Positions(), Turns()
+        return sampler
+
+    def set_prompts(self, dataset: Any, *, task_name: str | None = None) -> None:
+        """Draw from another data set from now on: for one task, or for all tasks of this sampler.
+
+        This opens a new generation of the stream: the next draw begins with its first record, and group ids continue.
+        Groups that were drawn before are unaffected. To resume, give the sampler the data set of the stored generation.
+        A task that this sampler has not drawn from or compared yet is only given the data set, without a new
+        generation.
+        """
+        self.streams.change(self._open(dataset), None if task_name is None else checked_task(task_name))
+
     async def sample(self, task_name: str) -> list[RolloutState]:
-        """The next group of a task."""
+        """The next group of a task; EndOfData after the last epoch."""
         checked_task(task_name)
         async with self._turns():
-            if isinstance(self.source, LoaderSource) and self._cursors.keys() - {task_name}:
+            source = self.streams[task_name].source
+            others = [name for name in self._positions.keys() - {task_name} if self.streams[name].source is source]
+            if isinstance(source, LoaderSource) and others:
                 raise InvalidInput(
-                    f"this loader serves task {next(iter(self._cursors))!r}, and cannot also serve {task_name!r}; use "
-                    "a sampler per task"
+                    f"this loader serves task {others[0]!r}, and cannot also serve {task_name!r}; use a sampler per "
+                    "task"
                 )
             for _ in range(_MAX_BAD_IN_A_ROW):
-                cursor = self._cursors.get(task_name, 0)
-                (group,), _, source_state = await self.read(cursor, 1, self._state, task_name)
-                self._state = self._state if source_state is None else source_state
-                self._cursors[task_name] = cursor + 1
+                cursor, before = self._positions.get(task_name, (0, None))
+                stream = self.streams[task_name]
+                drawn = await self.read(stream, cursor, 1, before)
+                if not drawn.groups:
+                    if (ended := await self.end_of_data(task_name, cursor, before)) is not None:
+                        raise ended
+                    continue  # other prompts were set meanwhile
+                stream.before = None
+                self._positions[task_name] = (cursor + 1, before if drawn.state is None else drawn.state)
+                (group,) = drawn.groups
                 if not is_bad(group):
                     break
             else:
@@ -170,119 +206,63 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as plain data."""
-        return {"cursors": dict(self._cursors), "source": self._state}
+        return self._positions.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of another sampler of the same data set, seed and order."""
-        cursors = state.get("cursors") if isinstance(state, Mapping) else None
-        source = state.get("source") if isinstance(state, Mapping) else None
-        if not isinstance(cursors, dict) or not isinstance(source, (bytes, type(None))):
-            raise InvalidInput(f"{state!r:.80} is not the state of a sampler; expected a result of state_dict()")
-        self._cursors = {
-            str(name): checked_integer(f"cursor of {name!r}", cursor, least=0) for name, cursor in cursors.items()
-        }
-        self._state = source
+        self._positions = Positions.load(state)
 
     # --- prompts by number ------------------------------------------------------------------------------
 
-    async def read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
-        """The groups from `cursor` on; `state` is the source's state there. A loader is read one by one."""
-        if self._inline and state is not None and state == self._own_state:
-            return self._read(cursor, n, state, task_name)
-        return await in_thread(lambda: self._read(cursor, n, state, task_name), pool=DATA)
+    async def read(self, stream: Stream, cursor: int, n: int, state: bytes | None) -> _Drawn:
+        """The groups from `cursor` on, fewer at the end of the data; `state` is the stored state there.
 
-    def _read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
-        with self._reading:  # samplers of several buffers may share a loader
-            known = self._known(cursor, state, task_name)
-            self.source.restore(cursor, None if known is None else known.loader)
+        A sequential source is read one by one.
+        """
+        stream.used = True
+        if self.prompts.inline and stream.source.inline and state is not None and state == stream.state:
+            return self._read(stream, cursor, n, state)
+        return await in_thread(lambda: self._read(stream, cursor, n, state), pool=DATA)
+
+    def _read(self, stream: Stream, cursor: int, n: int, state: bytes | None) -> _Drawn:
+        with self.streams.lock:  # samplers of several buffers may share a loader
+            source, current = stream.source, state is not None and state == stream.state
+            place = stream.here if current else stream.place(cursor, state)
+            first = cursor - place.begun_at
+            source.restore(first, None if place.known is None else place.known.loader)
             indexes, groups = [], []
-            for number in range(cursor, cursor + n):
+            for number in range(first, first + n):
                 try:
-                    index, record = self.source.read(number)
-                    prompt = self._trusted(build_prompt(record, index, self._to_rollout_state, self._tokenize), index)
+                    found = source.read(number)
+                    if found is None:
+                        break
+                    index, record = found
+                    prompt = self.prompts.build(record, index)
                 except InvalidRecord as error:
-                    index, prompt = error.index, self.failed(error)
+                    index, prompt = error.index, self.prompts.failed(error)
                 indexes.append(index)
                 # Members share their prompt, which is stored once; a producer that draws them gets copies.
                 groups.append([prompt.__copy__() for _ in range(self.group_size)])
-            return _Drawn(groups, indexes, self._state_after(cursor, state, known, task_name))
-
-    def _trusted(self, prompt: RolloutState, index: int) -> RolloutState:
-        """The prompt, without the response of its record unless that is to be trained on."""
-        if not carries_response(prompt):
-            return prompt
-        if self._offline:
-            if lacks_tokens(prompt):
-                raise InvalidRecord(index, "has a response without a token; expected a token, or no response")
-            prompt.status = Status.COMPLETED
-            return prompt
-        self._warn(
-            "responses_dropped index=%d: records have responses; they are dropped, and generated (give offline=True to "
-            "train on them as they are)",
-            index,
-        )
-        self.dropped_responses += 1
-        return without_response(prompt)
-
-    def failed(self, error: InvalidRecord) -> RolloutState:
-        """The placeholder for a record that makes no prompt; raises the error unless such records are skipped."""
-        if not self._skip_bad_records:
-            raise error
-        log.warning("record_skipped index=%d error=%s", error.index, error)
-        return bad_prompt(error)
-
-    # --- the fingerprint of the data set ------------------------------------------------------------------
+            loader = source.state()
+            after = None
+            if groups and not (current and loader is None):
+                after = stream.after(cursor, state, place, loader)
+            return _Drawn(groups, indexes, after)
 
     async def compare_data(self, task_name: str, cursor: int, source_state: bytes | None) -> None:
         """ChangedDataset if a position of a task belongs to another data set. Reads records; draws nothing."""
-        if source_state is not None and source_state != self._own_state:
-            await in_thread(lambda: self._known(cursor, source_state, task_name), pool=DATA)
+        stream = self.streams[task_name]
+        stream.used = True
+        if source_state is not None and source_state != stream.state:
+            await in_thread(lambda: self.streams.compare(task_name, cursor, source_state), pool=DATA)
 
-    def _known(self, cursor: int, state: bytes | None, task_name: str) -> SourceState | None:
-        """The state of a source, after its fingerprint was compared with the data set."""
-        if state is None or state == self._own_state:
-            return None if state is None else self._own
-        known = unpack_state(state)
-        with self._reading:
-            self._refuse_changes(cursor, known.fingerprint, task_name)
-        return known
-
-    def _refuse_changes(self, cursor: int, known: Fingerprint, task_name: str) -> bool:
-        """ChangedDataset if the data set has changed and that is not allowed; whether it has changed."""
-        changes = differences(known, self._fingerprint())
-        if any(name.startswith("record ") for name in changes):
-            changes = differences(known, self._fingerprint(again=True))
-        if changes and not self._allow_changed_data:
-            raise ChangedDataset(task_name, cursor, changes)
-        if changes:
-            self._warn("data_changed task=%s changes=%s: allow_changed_data was given", task_name, changes)
-        return bool(changes)
-
-    def _state_after(self, cursor: int, state: bytes | None, known: SourceState | None, task_name: str) -> bytes | None:
-        loader = self.source.state()
-        if loader is None and state is not None and state == self._own_state:
+    async def end_of_data(self, task_name: str, cursor: int, state: bytes | None) -> EndOfData | None:
+        """The error for a position that is the end of the data; None if it is not. Draws nothing."""
+        if self.epochs is None:
             return None
-        # Compared again: the fingerprint of a loader grows as it is read. It cannot read earlier records again.
-        changed = known is not None and self._refuse_changes(cursor, known.fingerprint, task_name)
-        now = self._fingerprint()
-        if known is not None and not changed:
-            before, now = now, now.completed(known.fingerprint)
-            if len(before.records) < len(now.records) or before.records.count(None) > now.records.count(None):
-                self._warn("data_unverified task=%s: not all records of the fingerprint can be read again", task_name)
-        if now.unverified:
-            self._warn("data_unverified task=%s: %s", task_name, "; ".join(now.unverified))
-        self._own = SourceState(fingerprint=now, loader=loader)
-        self._own_state = pack_state(self._own)
-        return None if self._own_state == state else self._own_state
-
-    def _fingerprint(self, *, again: bool = False) -> Fingerprint:
-        return replace(self.source.fingerprint(again=again), group_size=self.group_size)
-
-    def _warn(self, message: str, *values: object) -> None:
-        """Log a warning, once."""
-        if message not in self._warned:
-            self._warned.add(message)
-            log.warning(message, *values)
+        self.streams[task_name].used = True
+        drawn = await in_thread(lambda: self.streams.drawn_to_end(task_name, cursor, state), pool=DATA)
+        return None if drawn is None else EndOfData.of(task_name, drawn, self.epochs)
 
 
 class SamplerWithReplayBuffer:
@@ -296,7 +276,7 @@ class SamplerWithReplayBuffer:
         self._prompts = prompts
         self._internals = internals(replay_buffer)
         self._turns = Turns()
-        self._read_ahead: tuple[int, bytes | None, _Drawn] | None = None
+        self._read_ahead: tuple[Stream, int, bytes | None, _Drawn] | None = None
         self._positions: dict[str, tuple[int, int, bytes | None]] = {}  # restores of the buffer, cursor, state
         self._bad_in_a_row = 0
         self._compared: set[str] = set()  # tasks whose position was compared before anything was drawn again
@@ -304,6 +284,10 @@ class SamplerWithReplayBuffer:
     def __len__(self) -> int:
         """The number of records of the data set."""
         return len(self._prompts)
+
+    def set_prompts(self, dataset: Any, *, task_name: str | None = None) -> None:
+        """Draw from another data set from now on. See `Sampler.set_prompts`."""
+        self._prompts.set_prompts(dataset, task_name=task_name)
 
     @property
     def group_size(self) -> int:
@@ -328,13 +312,17 @@ class SamplerWithReplayBuffer:
     ) -> Groups:
         """Up to n groups, in flight from now on: at least one, and no more than fit into the buffer.
 
-        Retries of these statuses first, in order of group_id; then the data set. WaitTimeout if none fitted. Not
-        `own`: lists and dicts are shared with the buffer, for callers that copy before they change any.
+        Retries of these statuses first, in order of group_id; then the data set. WaitTimeout if none fitted; EndOfData
+        if the data set has ended and nothing can be retried now. Not `own`: lists and dicts are shared with the buffer,
+        for callers that copy before they change any.
         """
         checked_integer("n", n, least=1)
 
         async def attempt() -> Groups | None:
-            return await self.try_draw(n, task_name, statuses, own=own) or None
+            drawn = await self.try_draw(n, task_name, statuses, own=own)
+            if not drawn and (ended := await self._ended(task_name)) is not None:
+                raise ended
+            return drawn or None
 
         what = f"capacity to draw {n} groups of task {task_name!r}"
         return await self._internals.until(attempt, what, (task_name,), timeout_s=timeout_s)
@@ -344,6 +332,16 @@ class SamplerWithReplayBuffer:
     ) -> Groups:
         """As `draw`, without waiting: maybe none. `share`: no more than it allows."""
         return await self._draw(n, task_name, statuses, share, new=True, own=own)
+
+    async def exhausted(self, task_name: str) -> bool:
+        """Whether all epochs of a task were drawn; groups may still be retried. Without `epochs` always False."""
+        return await self._ended(task_name) is not None
+
+    async def _ended(self, task_name: str) -> EndOfData | None:
+        if self._prompts.epochs is None:
+            return None
+        async with self._turns():  # a loader is read at one position at a time
+            return await self._prompts.end_of_data(task_name, *await self._internals.position(task_name))
 
     async def draw_again(
         self,
@@ -400,35 +398,40 @@ class SamplerWithReplayBuffer:
     async def _issue(self, n: int, task_name: str, share: Share | None) -> Groups | None:
         """Up to n groups of the data set, no more than fit and `share` allows; None if that is none."""
         n = min(n, _ISSUED_AT_ONCE)
-        if isinstance(self._prompts.source, LoaderSource):
-            n = 1  # a loader has its state between two records
         while True:
             known = self._positions.get(task_name)
             cursor, state = await self._position(task_name)
-            drawn = await self._read(cursor, n, state, task_name)
+            stream = self._prompts.streams[task_name]
+            if stream.source.sequential:
+                n = 1  # there is a state between two records
+            drawn = await self._read(stream, cursor, n, state)
+            if not drawn.groups:
+                return None  # the end of the data
             try:
                 issued = await self._write(drawn, cursor, task_name, share)
             except CursorMoved as moved:
                 self._positions.pop(task_name, None)
-                if isinstance(self._prompts.source, LoaderSource) and known is None:
+                if stream.source.sequential and known is None:
                     raise InvalidDataset(
                         f"another producer drew from task {task_name!r} at the same moment, and the data set is an "
-                        "iterable loader, which has one producer per task; use a map-style data set for several"
+                        "iterable loader, which has one producer per task (as a PromptSource that reads by state "
+                        "has); use a map-style data set for several"
                     ) from moved
             except UnsupportedPayload as error:
                 if n == 1:
                     refused = InvalidRecord(drawn.indexes[0], f"cannot be stored: {error}")
-                    prompt = self._prompts.failed(refused)
+                    prompt = self._prompts.prompts.failed(refused)
                     groups = [[prompt.__copy__() for _ in drawn.groups[0]]]
-                    self._read_ahead = (cursor, state, drawn._replace(groups=groups))
+                    self._read_ahead = (stream, cursor, state, drawn._replace(groups=groups))
                 n = 1
             else:
                 if not issued.taken:
                     return None
+                stream.before = None  # the store has reached this generation
                 after = state if drawn.state is None else drawn.state
                 self._positions[task_name] = (self._internals.restores, cursor + issued.taken, after)
                 rest = _Drawn(drawn.groups[issued.taken :], drawn.indexes[issued.taken :], None)
-                self._read_ahead = (cursor + issued.taken, after, rest)
+                self._read_ahead = (stream, cursor + issued.taken, after, rest)
                 return issued.groups
 
     async def _position(self, task_name: str) -> tuple[int, bytes | None]:
@@ -438,11 +441,12 @@ class SamplerWithReplayBuffer:
             known = self._positions[task_name] = (self._internals.restores, *await self._internals.position(task_name))
         return known[1:]
 
-    async def _read(self, cursor: int, n: int, state: bytes | None, task_name: str) -> _Drawn:
+    async def _read(self, stream: Stream, cursor: int, n: int, state: bytes | None) -> _Drawn:
         """Up to n of the next groups: those that were read and not issued, or newly read ones."""
-        if self._read_ahead is None or self._read_ahead[:2] != (cursor, state) or not self._read_ahead[2].groups:
-            self._read_ahead = (cursor, state, await self._prompts.read(cursor, n, state, task_name))
-        drawn = self._read_ahead[2]
+        ahead = self._read_ahead
+        if ahead is None or ahead[0] is not stream or ahead[1:3] != (cursor, state) or not ahead[3].groups:
+            ahead = self._read_ahead = (stream, cursor, state, await self._prompts.read(stream, cursor, n, state))
+        drawn = ahead[3]
         groups = [[member.__copy__() for member in group] for group in drawn.groups[:n]]
         return drawn._replace(groups=groups)
 

@@ -1,19 +1,20 @@
 """Where prompts are read from: records by number, in a fixed order, from any position.
 
-There are two kinds of source: map-style data sets (here) and iterable loaders (`loader`). `open_source` decides
-which one a data set is. Each source has a fingerprint, so that a position is not applied to another data set. No data
-set is iterated, indexed or opened before the first record is asked for. The order of a map-style data set is a pure
-function of (seed, epoch, index), so its position is one number. A JSONL file is one, found by an index of 8 bytes per
-record. `build_prompt` makes a prompt from a record: a RolloutState, or a mapping with the messages under `message`,
-`messages` or `prompt`; fields that a sample is issued with are taken by name, and the others go to `extra_fields`.
+There are three kinds of source: map-style data sets (here), iterable loaders (`loader`), and sources that users write
+(`prompt_source`). `open_source` decides which one a data set is. Each source has a fingerprint, so that a position is
+not applied to another data set. No data set is iterated, indexed or opened before the first record is asked for. The
+order of a map-style data set is a pure function of (seed, epoch, index), so its position is one number. A JSONL file
+(`jsonl`) is one. `build_prompt` makes a prompt from a record: a RolloutState, or a mapping with the messages under
+`message`, `messages` or `prompt`; fields that a sample is issued with are taken by name, and the others go to
+`extra_fields`.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
-import json
-from array import array
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -32,11 +33,18 @@ from forebay.core.rollout import (
     SampleParams,
     Status,
     TokenColumn,
+    carries_response,
+    lacks_tokens,
     reset_response,
 )
 from forebay.core.validate import check_group, checked_integer
-from forebay.errors import InvalidDataset, InvalidGroup, InvalidInput, InvalidRecord
+from forebay.errors import InvalidConfig, InvalidDataset, InvalidGroup, InvalidInput, InvalidRecord
+from forebay.prompts.jsonl import JSONLDataset
 from forebay.prompts.loader import LoaderSource
+from forebay.prompts.prompt_source import AdaptedSource, PromptSource
+from forebay.prompts.stream import Warnings
+
+log = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -45,8 +53,15 @@ class Source(Protocol):
     inline: bool
     """Whether reading is fast enough for the event loop; otherwise a thread reads."""
 
-    def read(self, cursor: int) -> tuple[int, Any]:
-        """The index of the cursor-th record, for error messages, and the record."""
+    @property
+    def sequential(self) -> bool:
+        """Whether records are read one after another, with a state between them: one producer per task."""
+
+    def read(self, cursor: int) -> tuple[int, Any] | None:
+        """The index of the cursor-th record, for error messages, and the record; None after the last epoch."""
+
+    def end(self) -> int | None:
+        """The number of records of all epochs; None if there is no end, or only reading finds it."""
 
     def state(self) -> bytes | None:
         """The state to continue from after the last record read; None if the cursor is enough."""
@@ -63,9 +78,12 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
 
-def open_source(dataset: Any, *, seed: int, shuffle: bool) -> Source:
+def open_source(dataset: Any, *, seed: int, shuffle: bool, epochs: int | None = None) -> Source:
     """The source for a data set of any supported type; InvalidDataset lists the supported types."""
     checked_integer("seed", seed)
+    if all(callable(getattr(dataset, name, None)) for name in ("read", "length", "fingerprint")):
+        own: PromptSource = dataset
+        return AdaptedSource(own, epochs)
     if isinstance(dataset, (str, Path)):
         dataset = JSONLDataset(dataset)
     if isinstance(dataset, Mapping):
@@ -73,85 +91,18 @@ def open_source(dataset: Any, *, seed: int, shuffle: bool) -> Source:
     # Every data set of torch has a __getitem__; that of an IterableDataset only raises.
     iterable = any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not iterable:
-        return MapSource(dataset, seed, shuffle)
+        return MapSource(dataset, seed, shuffle, epochs)
     if hasattr(dataset, "__next__"):
         raise InvalidDataset(
             f"the data set {type_name(dataset)} is an iterator, which can be read only once; expected a list, a data "
             "set with __len__ and __getitem__, a loader that can be iterated again, or the path of a JSONL file"
         )
     if hasattr(dataset, "__iter__"):
-        return LoaderSource(dataset)
+        return LoaderSource(dataset, epochs)
     raise InvalidDataset(
         f"{type_name(dataset)} is not a data set; expected a list, a data set with __len__ and __getitem__, a loader, "
-        "or the path of a JSONL file"
+        "the path of a JSONL file, or a PromptSource"
     )
-
-
-_MAX_LINE_BYTES = 64 << 20
-
-
-class JSONLDataset:
-    """A file with one JSON object per line, as a map-style data set. Blank lines are not records."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._offsets: array[int] | None = None
-        self._identity: tuple[int, int] | None = None
-
-    def __len__(self) -> int:
-        return len(self._index())
-
-    def __getitem__(self, index: int) -> Any:
-        offsets = self._index()
-        if not 0 <= index < len(offsets):
-            raise IndexError(index)
-        try:
-            with self.path.open("rb") as file:
-                file.seek(offsets[index])
-                line = file.readline(_MAX_LINE_BYTES + 1)
-        except OSError as error:
-            raise self._unreadable(error) from error
-        if len(line) > _MAX_LINE_BYTES:
-            raise InvalidRecord(
-                index, f"({self.path}) is longer than {_MAX_LINE_BYTES >> 20} MiB; expected one JSON object per line"
-            )
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise InvalidRecord(index, f"({self.path}) is not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise InvalidRecord(index, f"({self.path}) is a {type(record).__name__}; expected a JSON object")
-        return record
-
-    def _index(self) -> array[int]:
-        """The position in the file of every record; InvalidDataset if the file has changed."""
-        try:
-            stat = self.path.stat()
-            identity = (stat.st_size, stat.st_mtime_ns)
-            if self._offsets is None:
-                self._offsets, self._identity = self._find_records(), identity
-        except OSError as error:
-            raise self._unreadable(error) from error
-        if identity != self._identity:
-            raise InvalidDataset(
-                f"{self.path} has changed since it was opened; positions in it no longer mean the same records"
-            )
-        return self._offsets
-
-    def _find_records(self) -> array[int]:
-        offsets = array("q")
-        start, within = 0, False
-        with self.path.open("rb") as file:
-            # In pieces, so that a file of one endless line is not read into memory.
-            while piece := file.readline(_MAX_LINE_BYTES + 1):
-                if not within and (len(piece) > _MAX_LINE_BYTES or not piece.isspace()):
-                    offsets.append(start)
-                start += len(piece)
-                within = not piece.endswith(b"\n")
-        return offsets
-
-    def _unreadable(self, error: OSError) -> InvalidDataset:
-        return InvalidDataset(f"the data set {self.path} cannot be read: {error.strerror}")
 
 
 _ROUNDS = 8
@@ -192,8 +143,11 @@ def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
 class MapSource:
     """A map-style data set in shuffled order, or in its own order, epoch after epoch."""
 
-    def __init__(self, dataset: Any, seed: int, shuffle: bool) -> None:
+    sequential = False
+
+    def __init__(self, dataset: Any, seed: int, shuffle: bool, epochs: int | None = None) -> None:
         self._dataset = dataset
+        self._epochs = epochs
         self._seed = seed
         self._shuffle = shuffle
         self._size: int | None = None
@@ -203,14 +157,25 @@ class MapSource:
     def __len__(self) -> int:
         return len(self._dataset)
 
+    def once(self) -> MapSource:
+        """The same data set, which ends after one epoch."""
+        source = copy.copy(self)
+        source._epochs = 1
+        return source
+
     def index(self, cursor: int) -> int:
         """The position in the data set of the cursor-th record."""
         size = len(self._dataset)
         epoch, index = divmod(cursor, size)
         return shuffled_index(self._seed, epoch, index, size) if self._shuffle else index
 
-    def read(self, cursor: int) -> tuple[int, Any]:
-        self._checked_size()
+    def end(self) -> int | None:
+        return None if self._epochs is None else self._epochs * self._checked_size()
+
+    def read(self, cursor: int) -> tuple[int, Any] | None:
+        size = self._checked_size()
+        if self._epochs is not None and cursor >= self._epochs * size:
+            return None
         index = self.index(cursor)
         return index, self._record(index)
 
@@ -275,6 +240,9 @@ class MapSource:
 
 ToRolloutState: TypeAlias = Callable[[Any], "RolloutState | Mapping[str, Any]"]
 Tokenize: TypeAlias = Callable[[RolloutState], TokenColumn]
+"""Returns the token ids of a prompt: gets the RolloutState of a record, with `message` and `tools`, not its messages.
+`chat_tokenize` makes one from a tokenizer.
+"""
 
 _MESSAGE_NAMES = ("message", "messages", "prompt")
 _CONVERTED = ("message", "prompt_ids", "sample_params", "extra_fields")  # fields that records give in several forms
@@ -291,9 +259,7 @@ def build_prompt(
         state = record.__copy__() if isinstance(record, RolloutState) else _from_mapping(record)
         _check_message(state.message)
         if tokenize is not None and state.prompt_ids is None:
-            state.prompt_ids = tokenize(state)
-            if state.prompt_ids is None:
-                raise InvalidInput("tokenize returned None; expected the token ids of the prompt")
+            state.prompt_ids = _tokenized(state, tokenize)
         state.prompt_ids = _checked_ids(state.prompt_ids)
         _check_fields(state)
         independent(state)  # the buffer must not keep objects of the data set
@@ -311,11 +277,72 @@ def build_prompt(
     return state
 
 
-def without_response(prompt: RolloutState) -> RolloutState:
-    """The prompt alone, of a record that has a response."""
-    bare = reset_response(prompt)
-    bare.tokens = bare.prompt_ids
-    return bare
+def _tokenized(state: RolloutState, tokenize: Tokenize) -> TokenColumn:
+    try:
+        ids = tokenize(state)
+    except InvalidInput:
+        raise
+    except Exception as error:
+        raise InvalidInput(
+            f"tokenize failed: {type(error).__name__}: {error} (tokenize gets the RolloutState of a record, not its "
+            "messages; chat_tokenize makes such a function from a tokenizer)"
+        ) from error
+    if ids is None:
+        raise InvalidInput("tokenize returned None; expected the token ids of the prompt")
+    return ids
+
+
+class PromptBuilder:
+    """Makes prompts from records, as the options of a sampler say; see `Sampler`."""
+
+    def __init__(
+        self,
+        *,
+        to_rollout_state: ToRolloutState | None,
+        tokenize: Tokenize | None,
+        skip_bad_records: bool,
+        offline: bool,
+        warnings: Warnings,
+    ) -> None:
+        if hasattr(tokenize, "apply_chat_template") or not (tokenize is None or callable(tokenize)):
+            raise InvalidConfig(
+                f"tokenize is {type_name(tokenize)}; expected a function that gets a RolloutState and returns token "
+                "ids: chat_tokenize(tokenizer) makes one from a tokenizer"
+            )
+        self.inline = to_rollout_state is None and tokenize is None  # functions of the user may take any time
+        self.dropped_responses = 0
+        self._to_rollout_state = to_rollout_state
+        self._tokenize = tokenize
+        self._skip_bad_records = skip_bad_records
+        self._offline = offline
+        self._warnings = warnings
+
+    def build(self, record: Any, index: int) -> RolloutState:
+        """The prompt of a record, without the response of its record unless that is to be trained on."""
+        prompt = build_prompt(record, index, self._to_rollout_state, self._tokenize)
+        if not carries_response(prompt):
+            return prompt
+        if self._offline:
+            if lacks_tokens(prompt):
+                raise InvalidRecord(index, "has a response without a token; expected a token, or no response")
+            prompt.status = Status.COMPLETED
+            return prompt
+        self._warnings.warn(
+            "responses_dropped index=%d: records have responses; they are dropped, and generated (give offline=True to "
+            "train on them as they are)",
+            index,
+        )
+        self.dropped_responses += 1
+        bare = reset_response(prompt)
+        bare.tokens = bare.prompt_ids
+        return bare
+
+    def failed(self, error: InvalidRecord) -> RolloutState:
+        """The placeholder for a record that makes no prompt; raises the error unless such records are skipped."""
+        if not self._skip_bad_records:
+            raise error
+        log.warning("record_skipped index=%d error=%s", error.index, error)
+        return bad_prompt(error)
 
 
 _BAD = "bad record: "

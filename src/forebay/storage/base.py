@@ -58,7 +58,7 @@ from forebay.core.ledger import (
     close_line,
 )
 from forebay.core.query import Node
-from forebay.core.rollout import Status
+from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.staleness import EXPIRABLE, Limits
 from forebay.storage.values import Content, Holding, Ready, Reaped, Revision, Snapshot
 
@@ -188,6 +188,11 @@ class TaskSummary(msgspec.Struct, frozen=True):
     def in_flight(self) -> int:
         """Groups that producers hold, in all processes."""
         return self.places.get(Place.IN_FLIGHT, 0)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether groups are in flight, wait to be generated again, or are too old and have to be."""
+        return bool(self.in_flight or self.due) or any(self.statuses.get(status, 0) for status in DRAWABLE)
 
     @property
     def due(self) -> bool:

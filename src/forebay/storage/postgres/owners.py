@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import asyncpg
+
 from forebay.core.capacity import Settings
 from forebay.storage.postgres import moves
 from forebay.storage.postgres.columns import from_text, to_text
-from forebay.storage.postgres.schema import advisory_key, replace_order_index, settings_text
+from forebay.storage.postgres.schema import advisory_key, read_settings, replace_order_index, settings_text
 from forebay.storage.postgres.step import Step
 from forebay.storage.rules import other_settings
 
@@ -45,6 +47,17 @@ async def register(step: Step, name: str, owner: str, settings: Settings, lease_
         await replace_order_index(connection, settings.order)
         await connection.execute("UPDATE store SET settings = $1", wanted)
     await connection.execute(RENEW, to_text(owner), lease_s)
+
+
+async def present_settings(connection: Any) -> Settings | None:
+    """The settings that living owners have a buffer open with; None if there is none, or it does not exist."""
+    try:
+        stored = await connection.fetchval(
+            f"SELECT settings FROM store WHERE EXISTS (SELECT FROM owners WHERE {LIVES})"
+        )
+    except asyncpg.UndefinedTableError:
+        return None
+    return None if stored is None else read_settings(stored)
 
 
 async def leave(step: Step, owner: str) -> None:

@@ -164,6 +164,14 @@ def settings_text(settings: Settings) -> str:
     return msgspec.json.encode({**msgspec.structs.asdict(settings), "choose": name}).decode()
 
 
+def read_settings(stored: str) -> Settings:
+    """The settings in what `settings_text` wrote. A `choose` cannot be read back, because it is code."""
+    content = msgspec.json.decode(stored)
+    if content.pop("choose") is not None:
+        raise InvalidConfig("the policy of this buffer chooses by a function of its own; open it with that policy")
+    return Settings(**content | {"order": msgspec.convert(content["order"], Order)})
+
+
 def order_clause(order: Order) -> str:
     """The order in which groups leave, as SQL over `groups`. Column names are those that `Column` allows."""
     columns = [f'"{column.name}" {"DESC" if column.descending else "ASC"} NULLS LAST' for column in order.columns]

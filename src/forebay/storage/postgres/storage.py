@@ -104,6 +104,14 @@ class PostgresStorage(Storage, CallMemory):
                     await notifier.stop()
                 raise
 
+    async def present_settings(self) -> Settings | None:
+        """The settings that others have this buffer open with; None if nobody has."""
+        connection = await self._connections.connect()
+        try:
+            return await owners.present_settings(connection)
+        finally:
+            await connection.close()
+
     async def close(self, owner: str) -> None:
         async with self._used():
             self._leases.pop(owner, None)
