@@ -36,6 +36,8 @@ class Life:
         self._moment, _, number = moment.partition(":")
         self._left, self._how = int(number or 0), how
         self._acted = self._waits = self._pauses = False
+        # What processes before this one completed needs no answer: only steps without end reach every number of them.
+        self._endless = self._moment == "waiting"
         self._saves_last = "save in finally" in options
         stop_on = (signal.SIGTERM,) if "stop_on" in options else ()
         loops = {task.name: task.agent_loop for task in make_tasks(self.weights)}
@@ -96,7 +98,7 @@ class Life:
         loader, weights, log = self.loader, self.weights, self.log
         saved = start = begin(loader, weights, log)
         try:
-            for batch in loader.batches(start + 1, start + STEPS):
+            for batch in loader.batches(start + 1, None if self._endless else start + STEPS):
                 log.write("training", batch.step)
                 groups = groups_of(batch)
                 match self.reach("body"):
