@@ -69,7 +69,7 @@ class SharedRun:
                 urls.append(f"http://127.0.0.1:{engine.stdout.readline().split()[-1]}")
 
             def producer(number: int) -> subprocess.Popen[str]:
-                command = (sys.executable, "-m", "forebay.cli", "produce", "tests.run_plane:make_loader")
+                command = (sys.executable, "-m", "forebay", "produce", "tests.run_plane:make_loader")
                 fate = self._fate(self.killed["producer"] < kills)
                 return self.start(stack, *command, ENGINE=urls[number % 2], **fate)
 

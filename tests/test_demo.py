@@ -51,7 +51,7 @@ def short_warm_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_short_demo_trains_reports_and_closes_its_ledger(tmp_path: Path) -> None:
     arguments = ("--steps", "4", "--save-every", "2", "--mode", "in_turns")
-    result = finished("-m", "forebay.cli", "demo", *arguments, cwd=tmp_path)
+    result = finished("-m", "forebay", "demo", *arguments, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert_reported(tmp_path / "runs" / "demo-1", result.stdout)
 

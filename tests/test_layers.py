@@ -30,6 +30,7 @@ ORDER = (
     "testing",
     "trajectory",
     "cli",
+    "__main__",
 )
 
 

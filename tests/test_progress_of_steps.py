@@ -79,11 +79,29 @@ def test_an_acknowledged_step_is_refused_with_the_next_one() -> None:
         progress.plan(1, 2)
 
 
-def test_another_batch_size_than_planned_is_refused() -> None:
+def test_a_planned_step_keeps_its_size_until_the_trainer_asks_for_another() -> None:
     progress = filled(batch_size=4)
-    with pytest.raises(InvalidInput, match="step 3 is planned with 4 groups, but 5 were asked for; use one batch size"):
-        progress.plan(5, 3)
-    assert progress.plan(4, 3) == {"math": 4}
+    assert progress.plan(5, 3) == {"math": 4}
+    assert progress.plan(5, 3, leased=()) == {"math": 5}
+
+
+def test_the_last_groups_of_the_data_are_for_the_step_that_is_asked_for() -> None:
+    progress = ProduceProgress({"math": 1.0})
+    progress.end_task("math", 4, leased=())
+    assert progress.plan(4, 2) == {"math": 4}, "a producer was faster"
+    assert progress.plan(4, 1, leased=()) == {"math": 4}
+    assert progress.sizes(2) == {"math": 0}
+
+
+def test_a_leased_step_keeps_its_size_and_is_counted_when_the_batch_size_changes() -> None:
+    progress = ProduceProgress({"math": 1.0})
+    for step in (1, 2, 3):
+        progress.plan(4, step)
+    progress.change_batch_size(2, leased={1})
+    assert (sorted(progress.planned), progress.producer_future_step) == ([1], 2)
+    progress.consume(1)
+    assert progress.consumed == {"math": 4}
+    assert progress.plan(2, 2) == {"math": 2}
 
 
 def test_steps_that_were_left_out_cost_credit_and_a_task_was_never_evaluated() -> None:
@@ -114,9 +132,9 @@ def test_going_on_from_a_later_step_never_goes_back() -> None:
 def test_another_batch_size_plans_anew_and_the_same_one_changes_nothing() -> None:
     progress = filled({"a": 2.0, "b": 1.0}, batch_size=2)
     before = numbers(progress)
-    progress.change_batch_size(2)
+    progress.change_batch_size(2, leased=())
     assert numbers(progress) == before
-    progress.change_batch_size(3)
+    progress.change_batch_size(3, leased=())
     assert numbers(progress) == (3, 3, 4, 4, 2)
     assert progress.plan(3, 3) == {"a": 2, "b": 1}
 

@@ -61,7 +61,7 @@ def run(store: str, steps: int, checkpoints: str | None) -> int:
             engine = start(stack, sys.executable, "engine.py", "0")
             assert engine.stdout is not None
             urls.append(f"http://127.0.0.1:{engine.stdout.readline().split()[-1]}")
-        forebay = (sys.executable, "-m", "forebay.cli", "produce", "plane:make_loader", "--quiet")
+        forebay = (sys.executable, "-m", "forebay", "produce", "plane:make_loader", "--quiet")
         for number in range(3):
             start(stack, *forebay, STORE=store, ENGINE=urls[number % 2])
         command = [sys.executable, "trainer.py", "--steps", str(steps)]

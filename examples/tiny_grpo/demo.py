@@ -252,7 +252,7 @@ def _kill_and_resume(settings: Settings, kills: int, say: Say, environment: Mapp
     assert settings.out is not None
     chance = random.Random(settings.seed)
     command = [
-        *(sys.executable, "-m", "forebay.cli", "demo", "--storage", settings.storage, "--seed", str(settings.seed)),
+        *(sys.executable, "-m", "forebay", "demo", "--storage", settings.storage, "--seed", str(settings.seed)),
         *("--steps", str(settings.steps), "--tasks", ",".join(settings.tasks), "--mode", settings.mode),
         *("--runs", str(settings.out.parent), "--name", settings.out.name, "--save-every", str(settings.save_every)),
         *(["--ray", "--engines", str(settings.engine_actors)] if settings.engine_actors else []),

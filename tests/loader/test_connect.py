@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,6 +69,31 @@ async def test_ranks_get_their_parts_and_rank_0_acknowledges_after_all() -> None
         assert all(len(one) == len(other) == 3 for one, other in zip(*parts, strict=True))
         ledger = await there.ledger()
         assert sum(line["trained"] for line in ledger.values()) == 18
+
+
+async def test_ranks_without_a_start_continue_where_rank_0_resumed(tmp_path: Path) -> None:
+    url = f"{dsn()}#{new_name()}"
+
+    async def train(rank: int, end: int) -> list[int]:
+        loader = await AsyncRolloutLoader.connect(
+            url, rank=rank, world_size=2, timeout_s=60, progress=None, checkpoints=tmp_path
+        )
+        steps = []
+        async with loader:
+            if rank == 0:
+                await loader.resume(lambda: None)
+            async for batch in loader.batches(end=end):
+                steps.append(batch.step)
+                if rank == 0:
+                    await loader.update_weights(lambda: None)
+                    await loader.save(batch.step)
+                else:
+                    await batch.ack()
+        return steps
+
+    async with producer(url, batch_groups=6) as there, producing(there):
+        assert [*await asyncio.gather(train(0, 2), train(1, 2))] == [[1, 2], [1, 2]]
+        assert [*await asyncio.gather(train(0, 4), train(1, 4))] == [[3, 4], [3, 4]]
 
 
 async def test_a_trainer_may_come_before_its_producers() -> None:

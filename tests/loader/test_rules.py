@@ -507,7 +507,7 @@ async def test_resume_continues_after_the_newest_checkpoint_and_keeps_the_last_o
                 await loader.save(batch.step)
         path = tmp_path / "saves" / "step_6"
         assert loader.state_dict() == {"path": str(path), "step": 6}
-    assert sorted(found.name for found in (tmp_path / "saves").iterdir()) == ["step_4", "step_6"]
+    assert names_in(tmp_path / "saves") == ["step_4", "step_6"]
     engine = Engine()
     async with loader_of(engine, **options) as again:
         assert await again.resume(engine.load) == 6
@@ -518,6 +518,9 @@ async def test_resume_continues_after_the_newest_checkpoint_and_keeps_the_last_o
     assert sorted(trained) == [*range(36)]
     async with loader_of(Engine(), **options) as unsaved:
         unsaved.load_state_dict({"path": None, "step": None})
+        assert await unsaved.resume() is None, "a trainer that had saved nothing begins at step 0"
+        assert unsaved.next_step == 1
+    async with loader_of(Engine(), **options) as unsaved:
         with pytest.raises(InvalidInput, match="names no checkpoint"):
             unsaved.load_state_dict({"step": 4})
 
@@ -531,6 +534,38 @@ async def test_resume_continues_after_the_newest_checkpoint_and_keeps_the_last_o
     async with loader_of(Engine(), **options) as earlier:
         earlier.load_state_dict({"path": str(tmp_path / "saves" / "step_4"), "step": 4})
         assert await earlier.resume() == 4
+
+
+def names_in(directory: Path) -> list[str]:
+    return sorted(found.name for found in directory.iterdir())
+
+
+def delete_one_file_and_die(path: Path) -> None:
+    next(path.iterdir()).unlink()
+    raise KeyboardInterrupt
+
+
+@simulated
+async def test_a_process_that_dies_while_it_deletes_a_checkpoint_leaves_no_half_of_it() -> None:
+    tmp_path = Path(tempfile.mkdtemp())
+    options: dict[str, Any] = {"checkpoints": tmp_path, "max_staleness": 1, "keep_checkpoints": 1}
+    async with loader_of(Engine(), **options) as loader:
+        async for batch in loader.batches(1, 3):
+            await loader.update_weights(lambda: None)
+            if batch.step < 3:
+                await loader.save(batch.step)
+                assert names_in(tmp_path) == [f"step_{batch.step}"]
+                continue
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("shutil.rmtree", delete_one_file_and_die)
+                with pytest.raises(KeyboardInterrupt):
+                    await loader.save(3)
+            assert names_in(tmp_path) == ["step_2.deleted", "step_3"]
+    async with loader_of(Engine(), **options) as again:
+        assert await again.resume() == 3
+        await anext(again.batches(4))
+        await again.save(4)
+    assert names_in(tmp_path) == ["step_4"]
 
 
 @MODES
@@ -565,6 +600,35 @@ async def test_a_run_on_a_durable_store_that_saved_nothing_starts_over(tmp_path:
         assert len(set(seen)) == line["trained"] == 12, "what the first one trained counts no longer"
         assert not set(seen) & set(held)
         assert len(seen) + len(held) == line["issued"]
+
+
+@pytest.mark.parametrize("saved", [0, 2])
+async def test_no_token_of_weights_that_are_lost_is_handed_out_after_a_resume(tmp_path: Path, saved: int) -> None:
+    """The numbers of those weights belong to others now. The groups of that time are generated again."""
+    options: dict[str, Any] = {"storage": f"sqlite:///{tmp_path}/run.db", "checkpoints": tmp_path, "max_staleness": 2}
+    trained: dict[int, list[int]] = {}
+    for life, first, last in ((0, 1, 5), (1, saved + 1, 8)):
+        engine = Engine(0)
+
+        async def answer(state: RolloutState, engine: Engine = engine, life: int = life) -> None:
+            await engine(state)
+            state.response = f"life {life}"
+
+        async with loader_of(answer, **options) as loader:
+            assert await loader.resume(engine.load) == (saved or None if life else None)
+            async for batch in loader.batches(first, last):
+                for state in (state for group in batch.groups for state in group):
+                    [version] = state.response_ids or []
+                    assert state.version_spans == ((version, 1),)
+                    assert state.response == f"life {life}" or version <= saved, "of weights that do not exist"
+                trained[batch.step] = ids(batch)
+                await loader.update_weights(engine.load)
+                if batch.step == saved:
+                    await loader.save(saved)
+            await loader.plane.close()
+            held = [record.group_id for record in await loader.buffer.query({"place": "buffered"})]
+            drawn = (await loader.ledger())["math"]["issued"]
+    assert sorted([*held, *(group_id for groups in trained.values() for group_id in groups)]) == [*range(drawn)]
 
 
 @simulated
@@ -651,7 +715,7 @@ async def test_a_step_is_filled_up_to_a_number_of_tokens(mode: Any) -> None:
 @simulated
 async def test_no_record_is_left_when_steps_are_filled_by_tokens(mode: Any) -> None:
     engine = Engine()
-    for seed in range(6):
+    for seed in range(40):
         chance = random.Random(seed)
         lengths = [chance.randrange(1, 40) for _ in range(37)]
 
@@ -679,7 +743,7 @@ async def test_a_step_that_was_not_handed_out_is_refused() -> None:
     async with loader_of(Engine(), checkpoints=directory) as loader:
         batch = await anext(loader.batches(1))
         for call in (lambda: loader.update_weights(lambda: None, 101), lambda: loader.save(10)):
-            with pytest.raises(InvalidInput, match="the last batch that was handed out is that of step 1"):
+            with pytest.raises(InvalidInput, match="the last batch that is leased or acknowledged is that of step 1"):
                 await call()
         assert batch.open
 

@@ -142,8 +142,8 @@ def _is_left(name: str) -> bool:
 
 
 def test_it_has_every_verb_with_the_same_parameters() -> None:
-    internal = {"begin_resume", "begin_update", "call_hook", "end_update", "next_step_of", "take_back"}
-    internal |= {"evaluated", "fail_update", "next_batch", "open", "produce"}
+    internal = {"begin_resume", "begin_update", "call_hook", "end_update", "next_step_of", "take_back", "hand_out"}
+    internal |= {"evaluated", "next_batch", "open", "produce"}
     for name, verb in inspect.getmembers(AsyncRolloutLoader, inspect.isfunction):
         if not name.startswith("_") and name not in internal:
             ours = getattr(RolloutLoader, name)
@@ -438,7 +438,7 @@ def test_a_batch_granted_while_the_caller_is_interrupted_is_returned(
             next(batches)
         figures = line(loader)
         assert (figures["leased"], figures["trained"], loader.next_step) == (0, 0, 1)
-        with pytest.raises(InvalidInput, match="no batch yet"):
+        with pytest.raises(InvalidInput, match="no batch is leased"):
             loader.update_weights(no_load)
         batch = next(batches)  # the same iterator continues with the step that nobody saw
         assert (batch.step, ids(batch)) == (1, [0, 1, 2, 3])
@@ -516,7 +516,16 @@ def test_a_second_interrupt_surfaces_at_once_and_nothing_is_lost(monkeypatch: py
         assert ids(next(batches)) == [0, 1, 2, 3]
 
 
+@pytest.fixture
+def _ctrl_c() -> Iterator[None]:
+    """SIGINT interrupts, also where the tests run in the background of a script, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @each_mode
+@pytest.mark.usefixtures("_ctrl_c")
 def test_an_interrupt_that_no_system_call_notices_ends_a_wait(mode: str) -> None:
     """As one that arrives just before the thread blocks: Python has it, and the operating system wakes nobody."""
     sent = threading.Event()

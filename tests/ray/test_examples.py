@@ -193,7 +193,7 @@ def test_the_demo_on_ray_reaches_the_same_reward(
     plain = CliRunner().invoke(main, [*command, "--name", "here"])  # in this process, which has torch already
     assert plain.exit_code == 0, plain.output
     options = ("--name", "on-ray", "--ray", "--engines", str(engines))
-    code, output, errors = place.run("-m", "forebay.cli", *command, *options)
+    code, output, errors = place.run("-m", "forebay", *command, *options)
     assert errors == ""
     assert code == 0
     assert "It is closed" in output

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from forebay.core.ledger import Account, Clock, Row, Tags, describe
 from forebay.core.payload import freeze_arrays, settle_changes
-from forebay.core.query import And, Compare
+from forebay.core.query import And, Compare, parse
 from forebay.core.references import KINDS, as_values, resolve_or_fail, without_references
 from forebay.core.rollout import (
     Group,
@@ -33,7 +33,16 @@ from forebay.core.rollout import (
     lacks_tokens,
     versioned_tokens,
 )
-from forebay.core.staleness import EXPIRABLE, NO_LIMITS, Limits, check_versions, expire_members, sample_staleness, stamp
+from forebay.core.staleness import (
+    EXPIRABLE,
+    NO_LIMITS,
+    Limits,
+    check_versions,
+    expire_members,
+    reset_newer_members,
+    sample_staleness,
+    stamp,
+)
 from forebay.core.validate import check_group, checked_priority, plain_columns
 from forebay.errors import InvalidGroup, UnsupportedPayload
 from forebay.storage.base import Arrival, Storage, Summary
@@ -256,21 +265,47 @@ class Expiry:
             account = (await self._storage.summary((task_name,))).task(task_name).account
             # The clock may have moved in between: a row that is not too old by the account that we read only gets its
             # facts computed again, and is due again.
-            revised = [(row, _expired(row, account)) for row in rows]
-            if needs_values(self._storage):
-                revised = await self._valued(revised)
-            revisions = [Revision(row.record.uid, row.record.revision, content) for row, content in revised]
-            applied = await self._storage.revise(revisions)
             newly_expired += sum(
-                done
-                and row.record.status is not Status.EXPIRED
-                and (content is None or content.facts.status is Status.EXPIRED)
-                for (row, content), done in zip(revised, applied, strict=True)
+                row.record.status is not Status.EXPIRED and (content is None or content.facts.status is Status.EXPIRED)
+                for row, content in await self._revise([(row, _expired(row, account)) for row in rows])
             )
             await asyncio.sleep(0)
         if newly_expired:
             log.info("groups_expired task=%s groups=%d", task_name, newly_expired)
         return newly_expired
+
+    async def reset_newer(self, model_step: int, tasks: Collection[str] | None) -> int:
+        """Have groups with tokens of later weights generated again, from their prompts. Returns how many.
+
+        For a store that was rewound to this model step: the weights that generated those tokens are lost, and other
+        ones will get their numbers.
+        """
+        newer = parse({"place": "buffered", "newest_step": {"$gt": model_step}})
+        records = await self._storage.records(newer, None)
+        uids = [record.uid for record in records if tasks is None or record.task_name in tasks]
+        reset = 0
+        for start in range(0, len(uids), _SLICE_GROUPS):
+            with as_values():
+                rows = [await self._storage.read(uid) for uid in uids[start : start + _SLICE_GROUPS]]
+            revised: list[tuple[Row, Content | None]] = [
+                (row, content_of(group, None, None))
+                for row in rows
+                if row is not None and (group := reset_newer_members(row.group, model_step)) is not None
+            ]
+            reset += len(await self._revise(revised))
+        if reset:
+            log.warning(
+                "groups_reset model_step=%d groups=%d: the weights that generated them are lost", model_step, reset
+            )
+        return reset
+
+    async def _revise(self, revised: list[tuple[Row, Content | None]]) -> list[tuple[Row, Content | None]]:
+        """Give rows their new contents; those that have not moved or changed meanwhile."""
+        if needs_values(self._storage):
+            revised = await self._valued(revised)
+        revisions = [Revision(row.record.uid, row.record.revision, content) for row, content in revised]
+        applied = await self._storage.revise(revisions)
+        return [each for each, done in zip(revised, applied, strict=True) if done]
 
     async def _valued(self, revised: Sequence[tuple[Row, Content | None]]) -> list[tuple[Row, Content | None]]:
         """Rows and their new contents with references resolved; rows with a lost value end here, as failed."""

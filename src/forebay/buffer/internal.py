@@ -351,6 +351,7 @@ class Internals:
                 log.warning("store_rewound model_step=0 %s: there is no checkpoint, so they are trained again", rewound)
             self.restores += 1
             await self.expiry.recall()
+            await self.expiry.reset_newer(0, tasks)
         elif steps == {None} and not any(task.account.train_step for task in summary.tasks.values()):
             await storage.saved(0, tasks)
 

@@ -30,7 +30,7 @@ from forebay.core.ledger import Event, Place, present, separate_extra_fields
 from forebay.core.rollout import RolloutState, Status
 from forebay.core.staleness import apply_token_mask, sample_staleness
 from forebay.core.validate import checked_integer, checked_reason, checked_wants
-from forebay.errors import BufferClosed, InvalidInput, LostLease, StorageUnavailable
+from forebay.errors import BufferClosed, InvalidInput, LostLease, StorageError
 from forebay.storage.base import Claim, Purpose, Rows, Share
 
 log = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Lease:
                 await watched(True)
             await self.patiently(lambda: self._settle(self.id, list(self._uids.values()), event, None))
         except BaseException as error:
-            if isinstance(error, StorageUnavailable):
+            if isinstance(error, StorageError):
                 self.owed = event
             self._lost = self._settled is None and isinstance(error, LostLease)
             if watched is not None:
@@ -324,7 +324,7 @@ class Claims:
     async def give_back(self, claim: Claim, rows: Rows) -> None:
         """Return groups that were claimed and cannot be handed out: now, or before the next claim."""
         self._owed.append((claim, rows))
-        with suppress(StorageUnavailable):
+        with suppress(StorageError):
             await self.give_back_owed()
 
     async def give_back_owed(self) -> None:

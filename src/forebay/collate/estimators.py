@@ -203,6 +203,6 @@ def _check_segments(samples: Samples, scores: Vector) -> None:
 
 def _missing(state: RolloutState) -> InvalidInput:
     return InvalidInput(
-        f"{name_of(state)} has no reward['score']; give the task a reward, or call pack or pad with advantages=None "
-        "if no sample has one"
+        f"{name_of(state)} has no reward['score'] (its reward is {state.reward!r:.80}); give the task a reward that "
+        "returns a number or a dict with 'score', or call pack or pad with advantages=None if no sample has one"
     )

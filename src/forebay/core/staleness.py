@@ -228,26 +228,39 @@ def expire_members(group: Sequence[RolloutState], floors: Floors) -> Group | Non
     Fresh siblings are kept as they are. The segments of one rollout expire together and collapse to the
     one sample that was issued.
     """
-    below = [_below(state, floors) for state in group]
-    if not any(below):
+    return _reset_members(group, [_below(state, floors) for state in group], Status.EXPIRED)
+
+
+def reset_newer_members(group: Sequence[RolloutState], model_step: int) -> Group | None:
+    """The group with every member that has tokens of later weights than these ABORTED and reset; None if none has."""
+    return _reset_members(group, [is_newer(state, model_step) for state in group], Status.ABORTED)
+
+
+def is_newer(state: RolloutState, model_step: int) -> bool:
+    """Whether some token is of later weights than these. After a resume such weights are lost."""
+    return any(step > model_step for step, _ in state.version_spans)
+
+
+def _reset_members(group: Sequence[RolloutState], chosen: list[bool], status: Status) -> Group | None:
+    if not any(chosen):
         return None
     rollouts = [state.rollout_id for state in group]
     if None in rollouts or len(set(rollouts)) == len(rollouts):
-        return tuple([_expired(state) if stale else state for state, stale in zip(group, below, strict=True)])
+        return tuple([_reset(state, status) if each else state for state, each in zip(group, chosen, strict=True)])
     members: list[RolloutState] = []
-    expired = {rollout_id for rollout_id, stale in zip(rollouts, below, strict=True) if stale}
+    reset = {rollout_id for rollout_id, each in zip(rollouts, chosen, strict=True) if each}
     for state in group:
-        if state.rollout_id not in expired:
+        if state.rollout_id not in reset:
             members.append(state)
         elif state.segment == min(other.segment for other in group if other.rollout_id == state.rollout_id):
-            members.append(_expired(state))
+            members.append(_reset(state, status))
     return tuple(members)
 
 
-def _expired(state: RolloutState) -> RolloutState:
-    expired = reset_response(state)
-    expired.status = Status.EXPIRED
-    return expired
+def _reset(state: RolloutState, status: Status) -> RolloutState:
+    state = reset_response(state)
+    state.status = status
+    return state
 
 
 def _below(state: RolloutState, floors: Floors) -> bool:

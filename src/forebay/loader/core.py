@@ -11,7 +11,6 @@ The loader composes a buffer, a manager and the parts of its tasks; what they gu
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
 from collections.abc import Callable, Sequence
@@ -23,11 +22,11 @@ from typing import Any, Self, cast
 
 from forebay.buffer.group_ends import OnGroupEnd
 from forebay.buffer.internal import internals
-from forebay.core.aio import in_thread
+from forebay.core.aio import in_thread, uncancelled
 from forebay.core.ledger import LedgerLine
 from forebay.core.validate import checked_integer, positive_seconds
 from forebay.errors import BufferClosed, EndOfData, ForebayError, InvalidConfig, InvalidInput
-from forebay.loader.functions import Hook, Load, Stop, Update, call_load, check_load, settled
+from forebay.loader.functions import Hook, Load, Signals, Stop, Update, call_load, check_load, settled
 from forebay.loader.held import Batches, Held
 from forebay.loader.plane import Mode, Plane, checked_mode
 from forebay.loader.progress import ProgressLine, ShowProgress, showing
@@ -36,7 +35,7 @@ from forebay.loader.store import StorageLike, open_buffer
 from forebay.loader.task import Task
 from forebay.loader.tokens import TokenSize
 from forebay.manager.base import Manager
-from forebay.manager.changes import change_tasks, set_weights
+from forebay.manager.changes import change_tasks, reopen_task, set_weights
 from forebay.manager.disaggregated import LoadWeights
 from forebay.manager.results import AsyncBatch
 from forebay.manager.task import ManagedTask
@@ -118,15 +117,15 @@ class AsyncRolloutLoader:
             produces=produce,
             storage_retry_s=storage_retry_s,
         )
-        self._size = TokenSize(batch_groups, batch_tokens)
-        self.plane.refuse_deadlock(self._size.groups)
+        self.size = TokenSize(batch_groups, batch_tokens)
+        self.plane.refuse_deadlock(self.size.groups)
         self._show = progress
         self._batches: Batches | None = None  # the iterator that may be used
         self._held = Held()
-        self._current: int | None = None  # the step of the last batch, or of the weights that were resumed
-        self._before: tuple[Batches, int | None] | None = None  # the iterator and step before the last batch
-        self._update = Update()
+        self._loaded: int | None = None  # the step of the weights that were loaded last
+        self.update = Update()
         self._evaluating, self._stop = False, Stop()
+        self._signals = Signals()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -142,7 +141,7 @@ class AsyncRolloutLoader:
     @property
     def batch_groups(self) -> int | None:
         """Groups of a step; None with `batch_tokens`, which changes it."""
-        return self._size.groups if self._size.tokens is None else None
+        return self.size.groups if self.size.tokens is None else None
 
     @classmethod
     async def connect(cls, store: str, **options: Any) -> AsyncRolloutLoader:
@@ -160,8 +159,7 @@ class AsyncRolloutLoader:
 
     async def __aenter__(self) -> Self:
         await self.open()
-        for number in self.stop_on:
-            asyncio.get_running_loop().add_signal_handler(number, self.stop)
+        self._signals.handle(self.stop_on, self.stop)
         return self
 
     async def open(self) -> None:
@@ -169,14 +167,14 @@ class AsyncRolloutLoader:
         await internals(self.buffer).session.ready()
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        for number in self.stop_on:
-            asyncio.get_running_loop().remove_signal_handler(number)
         try:
             await self.close()
         except Exception:
             if error is None:
                 raise
             log.exception("close_failed: after another error, which is raised")
+        finally:  # not earlier: a second signal must not kill a process that returns its groups
+            self._signals.restore()
 
     async def close(self) -> None:
         """Give open batches back, stop producing, return groups in flight, and close agent loops that can be closed."""
@@ -188,11 +186,13 @@ class AsyncRolloutLoader:
                 await self._held.give_back()
             await self.plane.close()
         finally:
-            for loop in {id(task.agent_loop): task.agent_loop for task in self.tasks.values()}.values():
-                if callable(close := getattr(loop, "close", None)):
-                    await settled(close())
-            if self.closes_buffer:
-                await self.buffer.close()
+            try:
+                for loop in {id(task.agent_loop): task.agent_loop for task in self.tasks.values()}.values():
+                    if callable(close := getattr(loop, "close", None)):
+                        await settled(close())
+            finally:
+                if self.closes_buffer:
+                    await self.buffer.close()
 
     def stop(self) -> None:
         """End the loop after the current batch; a wait for a batch ends at once."""
@@ -201,7 +201,7 @@ class AsyncRolloutLoader:
     async def _until_usable(self) -> None:
         """Wait while weights are loaded; InvalidInput if they could not be."""
         self._check_open()
-        await self._update.ended()
+        await self.update.ended()
         self._check_open()
 
     def _check_open(self) -> None:
@@ -244,39 +244,43 @@ class AsyncRolloutLoader:
             raise InvalidInput("batches() was called again; this iterator has ended, use the new one")
         if not batches.begun:
             await self._held.give_back()
+            if batches.step is None and (rank := self.plane.ranks.get("rank")):  # only rank 0 knows what it resumed
+                batches.step = await self.manager.run.handed_out_step(rank, self.timeout_s)
             batches.begun, batches.step = True, batches.step or self.next_step
-        elif batches.ahead == 1:
+        await self._held.give_back_pending()
+        if batches.ahead == 1:
             await self._held.acknowledge()
-            batches.repeat_returned()
-        else:
+        step = None if self._stop.requested else batches.next_step()
+        if step is not None:
             self._held.refuse_more_than(batches.ahead)
-        ended = batches.end is not None and batches.step is not None and batches.step > batches.end
-        return None if self._stop.requested or ended else batches.step
+        return step
 
     async def next_batch(self, batches: Batches, step: int) -> AsyncBatch | None:
-        """The batch of a step; None if the data has ended, or the loader was stopped."""
+        """Lease the batch of a step; None if the data has ended, or the loader was stopped.
+
+        `hand_out` gives it to the caller, as the last thing that happens; until then `take_back` undoes it.
+        """
         timeout_s = self.timeout_s if batches.timeout_s is None else batches.timeout_s
         lease = partial(self.plane.lease, step=step, timeout_s=timeout_s)
         try:
             async with showing(self._show, self.manager, step):
-                filling = self._size.fill(lease, self.plane.resize, self.plane.shrink)
-                batch = await self._stop.unless(filling, AsyncBatch.nack)
+                filling = self.size.fill(lease, self.plane)
+                self._held.pending = await self._stop.unless(filling, AsyncBatch.nack)
         except EndOfData as end:
             log.info("data_ended step=%d: %s", step, end)
             return None
-        if batch is not None:
-            self._before = batches, self._current
-            batches.step, batches.last = step + 1, batch
-            self._held.add(batch)
-            self._current = step
-        return batch
+        except BaseException:
+            await uncancelled(self.take_back())
+            raise
+        return self._held.pending
 
-    async def take_back(self, batch: AsyncBatch | None) -> None:
-        """Give back the batch that was leased last, which its caller has never seen. It can be asked for again."""
-        if batch is not None and self._before is not None:
-            batches, self._current = self._before
-            batches.step = batch.step
-            await batch.nack()
+    def hand_out(self, batches: Batches) -> None:
+        """The caller gets the batch that was leased."""
+        self._held.hand_out(batches)
+
+    async def take_back(self) -> None:
+        """Give back the batch that was leased and not handed out. It can be asked for again."""
+        await self._held.give_back_pending()
 
     async def call_hook(self, name: str) -> None:
         """Call `on_generate` or `on_train`."""
@@ -296,19 +300,18 @@ class AsyncRolloutLoader:
         """
         check_load(load, path)
         step = await self.begin_update(step)
-        with self._update.running():
+        with self.update.running():
             if path is not None:
                 await cast(Any, load).update_weights(path, model_step=step, manager=self.plane)
             else:
                 await settled(call_load(load, step))
             await self.end_update(step)
 
-    async def begin_update(self, step: int | None) -> int:
-        """Acknowledge the batches up to a step, and pause: the first half of `update_weights`."""
+    async def begin_update(self, step: int | None, by: object = None) -> int:
+        """Acknowledge the batches up to a step, and pause: the first half of `update_weights`. `by`: its call."""
         self._check_open()
         self._refuse_on_other_ranks("update_weights")
-        if self._evaluating:
-            raise InvalidInput("the weights cannot be updated during evaluate(); wait until it has ended")
+        self._refuse_while_evaluating()
         step = checked_integer("step", self._default_step() if step is None else step, least=0)
         if step < self.model_step:
             raise InvalidInput(
@@ -317,38 +320,34 @@ class AsyncRolloutLoader:
             )
         self._refuse_later(step, "update_weights")
         await self._held.acknowledge(step)
-        await self._update.idle()  # one at a time
-        self._update.begin(step)
-        with self._update.running():
+        await self.update.idle()  # one at a time
+        self._refuse_while_evaluating()
+        self.update.begin(step, by)
+        with self.update.running():
             await self.plane.pause_produce()
         return step
 
+    def _refuse_while_evaluating(self) -> None:
+        if self._evaluating:
+            raise InvalidInput("the weights cannot be updated during evaluate(); wait until it has ended")
+
+    def _latest(self) -> int | None:
+        """The last step that was acknowledged, or whose weights were loaded; None before the first."""
+        latest = max(self.next_step - 1, self._loaded or 0)
+        return None if latest == 0 and self._loaded is None else latest
+
     def _refuse_later(self, step: int, verb: str) -> None:
-        if self._current is not None and step > self._current:
-            raise InvalidInput(
-                f"{verb} names step {step}, but the last batch that was handed out is that of step {self._current}; "
-                "name a step that was trained"
-            )
+        if self._batches is not None or self._latest() is not None:
+            self._held.refuse_after(self._latest() or 0, step, verb)
 
     def _default_step(self) -> int:
-        if self._update.step is not None:
-            return self._update.step
-        if len(held := self._held.open()) > 1:
-            steps = ", ".join(str(batch.step) for batch in held)
-            raise InvalidInput(f"the batches of steps {steps} are leased; say which step the weights are of")
-        if self._current is None:
-            raise InvalidInput("there was no batch yet; say which step the weights are of: update_weights(load, step)")
-        return self._current
+        return self._held.trained_step(self._latest()) if self.update.step is None else self.update.step
 
     async def end_update(self, step: int) -> None:
         """Generate again, with the weights of a step: the second half of `update_weights`."""
         await self.plane.continue_produce(step)
-        self._current = step if self._current is None else max(step, self._current)
-        self._update.end()
-
-    def fail_update(self) -> None:
-        """The weights could not be loaded: say so to all calls that need them, until it is repeated."""
-        self._update.fail()
+        self._loaded = step
+        self.update.end()
 
     def _refuse_on_other_ranks(self, verb: str) -> None:
         if rank := self.plane.ranks.get("rank"):
@@ -389,13 +388,13 @@ class AsyncRolloutLoader:
         """
         step = await self.begin_resume(path)
         if step is not None:
-            with self._update.running():
+            with self.update.running():
                 if load is not None:
                     await settled(call_load(load, step))
                 await self.end_update(step)
         return step
 
-    async def begin_resume(self, path: str | PathLike[str] | None) -> int | None:
+    async def begin_resume(self, path: str | PathLike[str] | None, by: object = None) -> int | None:
         """Rewind to a checkpoint: the first half of `resume`. The second is `end_update`."""
         self._check_open()
         self._refuse_on_other_ranks("resume")
@@ -405,10 +404,10 @@ class AsyncRolloutLoader:
         if found is None:
             await self.manager.start_over()
             return None
-        step = self.saves.step_of(found) if self._update.step is not None else None  # loading its weights failed
+        step = self.saves.step_of(found) if self.update.step is not None else None  # loading its weights failed
         step = await self.manager.resume(found) if step is None else step
-        self.saves.last, self._current = (str(found), step), step
-        self._update.begin(step)
+        self.saves.last, self._loaded = (str(found), step), step
+        self.update.begin(step, by)
         return step
 
     def state_dict(self) -> dict[str, Any]:
@@ -427,9 +426,10 @@ class AsyncRolloutLoader:
         Nothing is drawn for training meanwhile, and failures are reported as failures. The groups exist only here.
         """
         await self.call_hook("on_generate")
-        evaluation = await self.evaluated(task, max_in_flight)
-        await self.call_hook("on_train")
-        return evaluation
+        try:
+            return await self.evaluated(task, max_in_flight)
+        finally:
+            await self.call_hook("on_train")
 
     async def evaluated(self, task: str | Task, max_in_flight: int | None) -> Evaluation:
         """As `evaluate`, without the hooks."""
@@ -477,6 +477,7 @@ class AsyncRolloutLoader:
         task = self._task(name).with_prompts(prompts)
         self.manager.tasks[name].sampler.set_prompts(prompts)
         self.tasks[name] = task
+        await reopen_task(self.manager, name)
 
     def _task(self, name: str) -> Task:
         if name not in self.tasks:

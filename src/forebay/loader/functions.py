@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 
@@ -87,17 +88,38 @@ class Stop:
         return None if working.cancelled() else working.result()
 
 
+class Signals:
+    """Handlers of signals on the running event loop, and those of the user, which come back."""
+
+    def __init__(self) -> None:
+        self._before: dict[signal.Signals, Any] = {}
+
+    def handle(self, numbers: Sequence[signal.Signals], handler: Callable[[], None]) -> None:
+        """Call a function when one of these signals arrives."""
+        for number in numbers:
+            self._before[number] = signal.getsignal(number)
+            asyncio.get_running_loop().add_signal_handler(number, handler)
+
+    def restore(self) -> None:
+        """Have the handlers of before again."""
+        while self._before:
+            number, handler = self._before.popitem()
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: it was not set from Python
+
+
 class Update:
     """Weights that are being loaded, or could not be."""
 
     def __init__(self) -> None:
         self.step: int | None = None
+        self._by: object = None  # the call that began it
         self._failed = False
         self._changed = asyncio.Event()
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, by: object = None) -> None:
         """The weights of a step are to be loaded, perhaps for the second time."""
-        self.step, self._failed = step, False
+        self.step, self._by, self._failed = step, by, False
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -107,6 +129,11 @@ class Update:
         except BaseException:
             self.fail()
             raise
+
+    def failed_by(self, by: object) -> None:
+        """A call has failed: if it began this update, its weights could not be loaded."""
+        if self._by is by:
+            self.fail()
 
     def fail(self) -> None:
         """The weights could not be loaded."""

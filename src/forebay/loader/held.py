@@ -14,13 +14,18 @@ log = logging.getLogger(__name__)
 
 
 class Held:
-    """Open batches, in order of their steps."""
+    """Open batches, in order of their steps. `pending` is leased, but its caller has not got it yet."""
 
     def __init__(self) -> None:
         self._batches: list[AsyncBatch] = []
+        self.pending: AsyncBatch | None = None
 
-    def add(self, batch: AsyncBatch) -> None:
-        self._batches.append(batch)
+    def hand_out(self, batches: Batches) -> None:
+        """The caller gets the batch that is pending; only from now on can it be acknowledged."""
+        if self.pending is not None:
+            batches.give(self.pending)
+            self._batches = sorted([*self._batches, self.pending], key=lambda batch: batch.step)
+            self.pending = None
 
     def open(self) -> list[AsyncBatch]:
         """The batches that were neither acknowledged nor given back."""
@@ -34,13 +39,46 @@ class Held:
                 await uncancelled(batch.ack())  # an interrupt must not leave it open after the storage has it
 
     async def give_back(self) -> None:
-        """Give all batches back. Those that are lost are back already."""
+        """Give all batches back, except for those that were acknowledged while the storage was away."""
+        for batch in list(self.open()):
+            await uncancelled(batch.lease.settle_owed())
         for batch in reversed(self.open()):
-            try:
-                await uncancelled(batch.nack())
-            except LostLease as lost:
-                log.warning("lease_lost step=%d %s", batch.step, lost)
+            await self._nack(batch)
         self._batches.clear()
+        await self.give_back_pending()
+
+    async def give_back_pending(self) -> None:
+        """Give back a batch that its caller has never seen. It can be asked for again."""
+        if (batch := self.pending) is not None:
+            await self._nack(batch)
+            self.pending = None
+
+    async def _nack(self, batch: AsyncBatch) -> None:
+        try:
+            await uncancelled(batch.nack())
+        except LostLease as lost:  # it is back already
+            log.warning("lease_lost step=%d %s", batch.step, lost)
+
+    def trained_step(self, latest: int | None) -> int:
+        """The step that was trained: the one that is leased, or else the latest. InvalidInput if it is not clear."""
+        steps = [batch.step for batch in self.open()]
+        if len(steps) > 1:
+            listed = ", ".join(map(str, steps))
+            raise InvalidInput(f"the batches of steps {listed} are leased; say which step the weights are of")
+        if not steps and latest is None:
+            raise InvalidInput(
+                "no batch is leased or acknowledged; say which step the weights are of: update_weights(load, step)"
+            )
+        return max([*steps, latest or 0])
+
+    def refuse_after(self, latest: int, step: int, verb: str) -> None:
+        """InvalidInput if a step is after the latest one, and after those that are leased."""
+        latest = max([latest, *[batch.step for batch in self.open()]])
+        if step > latest:
+            raise InvalidInput(
+                f"{verb} names step {step}, but the last batch that is leased or acknowledged is that of step "
+                f"{latest}; name a step that was trained"
+            )
 
     def refuse_more_than(self, ahead: int) -> None:
         """InvalidInput if this number of batches is open."""
@@ -56,6 +94,10 @@ class _Loader(Protocol):
 
     async def next_batch(self, batches: Batches, step: int) -> AsyncBatch | None: ...
 
+    def hand_out(self, batches: Batches) -> None: ...
+
+    async def take_back(self) -> None: ...
+
     async def call_hook(self, name: str) -> None: ...
 
 
@@ -66,12 +108,19 @@ class Batches(AsyncIterator[AsyncBatch]):
         self._loader = loader
         self.step, self.end, self.ahead, self.timeout_s = step, end, ahead, timeout_s
         self.begun = False
-        self.last: AsyncBatch | None = None
+        self._given: list[AsyncBatch] = []  # that are open, or were given back
 
-    def repeat_returned(self) -> None:
-        """If the last batch was given back, its step is next again."""
-        if self.last is not None and self.last.returned:
-            self.step = self.last.step
+    def give(self, batch: AsyncBatch) -> None:
+        """A batch is handed out."""
+        self._given = [other for other in self._given if other.step != batch.step] + [batch]
+        self.step = max(batch.step + 1, self.step or 1)
+
+    def next_step(self) -> int | None:
+        """The first step that was given back, or the one after the last; None at the end."""
+        self._given = [batch for batch in self._given if batch.open or batch.returned]
+        returned = [batch.step for batch in self._given if batch.returned]
+        step = min(returned) if returned else self.step
+        return None if self.end is not None and step is not None and step > self.end else step
 
     async def __anext__(self) -> AsyncBatch:
         step = await self._loader.next_step_of(self)
@@ -81,5 +130,10 @@ class Batches(AsyncIterator[AsyncBatch]):
         batch = await self._loader.next_batch(self, step)
         if batch is None:
             raise StopAsyncIteration
-        await self._loader.call_hook("on_train")
+        try:
+            await self._loader.call_hook("on_train")
+        except BaseException:
+            await uncancelled(self._loader.take_back())
+            raise
+        self._loader.hand_out(self)
         return batch

@@ -106,18 +106,20 @@ class Plane:
             raise InvalidConfig("a producer for a trainer in another process needs mode='ahead'")
         await self.manager.produce_loop(groups, load_weights=load_weights)
 
-    async def resize(self, groups: int) -> bool:
-        """Have steps of this number of groups from now on; False if so many do not fit into the buffer."""
+    def fits(self, groups: int) -> bool:
+        """Whether steps of this number of groups fit into the buffer."""
         limit = self.manager.replay_buffer.max_groups
-        if limit is not None and groups > limit:
-            return False
+        return limit is None or groups <= limit
+
+    async def resize(self, groups: int) -> None:
+        """Have steps of this number of groups from now on. Those that are leased keep theirs."""
         if isinstance(self.manager, DisaggregatedAgentLoopManager):
             await self.manager.set_batch_size(groups)
-        return True
 
     async def shrink(self, step: int, sizes: dict[str, int]) -> None:
         """A step that was handed out has only these groups; the others are for the next one."""
-        await self.manager.run.change(lambda agreed, progress: progress.shrink(step, sizes))
+        leased = self.manager.leased_steps
+        await self.manager.run.change(lambda agreed, progress: progress.shrink(step, sizes, leased=leased))
 
     async def pause_produce(self) -> float:
         """Bring in everything that is in flight, before new weights; in turns nothing is."""

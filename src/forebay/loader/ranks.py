@@ -97,6 +97,7 @@ class _Message(msgspec.Struct, omit_defaults=True):
     """What a rank says: the call that it makes, and a value, or an error with its class, text and plain attributes."""
 
     call: str = ""
+    stop: bool = False
     value: Any = None
     error: str | None = None
     text: str = ""
@@ -115,6 +116,7 @@ class Ranks:
         self.rank = 0 if self._broadcast is None else self._broadcast.rank
         self.world_size = 1 if self._broadcast is None else self._broadcast.world_size
         self._parted = False  # a rank failed, or went its own way: there is nobody to meet
+        self.stopping = False  # some rank was asked to stop: known to all after their next common call
 
     def run(self, call: str, work: Callable[[], T]) -> T:
         """Have rank 0 do something when all ranks make this call; every rank gets its result, which is plain data."""
@@ -143,7 +145,7 @@ class Ranks:
                 raise error
             return
         mine = _Message() if error is None else _describe(error)
-        mine.call = call
+        mine.call, mine.stop = call, self.stopping
         self._parted = True  # unless all ranks agree
         gathered = self._broadcast.gather(_encode(mine))
         if gathered is not None:
@@ -154,7 +156,7 @@ class Ranks:
         if error is not None:
             raise error
         self._result(verdict)
-        self._parted = False
+        self._parted, self.stopping = False, verdict.stop
 
     def leave(self, error: BaseException | None) -> None:
         """The end of the loader on this rank. Others that make another call learn why; nobody is waited for twice."""
@@ -183,7 +185,7 @@ def _verdict(said: list[_Message]) -> _Message:
         calls = ", ".join(f"rank {rank} called {message.call}" for rank, message in enumerate(said))
         text = f"{calls}; all ranks make the same calls in the same order, and none alone"
         return _Message(error="RankFailed", text=text)
-    return _Message()
+    return _Message(stop=any(message.stop for message in said))
 
 
 def _describe(error: BaseException) -> _Message:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from forebay.errors import InvalidInput
 log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"step_([0-9]{1,18})")
+_DELETED, _ABANDONED = ".deleted", ".abandoned"
 
 
 class Saves:
@@ -27,14 +27,15 @@ class Saves:
         self.keep = checked_integer("keep_checkpoints", keep, least=1)
         self.last: tuple[str, int] | None = None  # the path and the step that were saved, or resumed
         self._chosen: Path | None = None
+        self._afresh = False  # `load_state_dict` said that nothing was saved
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is written."""
         return self._directory("save") / f"step_{step}"
 
     def newest(self) -> Path | None:
-        """The complete checkpoint of the latest step, or the one that was chosen; None without a directory."""
-        if self.directory is None:
+        """The complete checkpoint of the latest step, or what `load_state_dict` chose; None without a directory."""
+        if self.directory is None or self._afresh:
             return self._chosen
         return self._chosen or next((path for _, path in self._found("resume") if checkpoint_exists(path)), None)
 
@@ -43,12 +44,29 @@ class Saves:
         return self.last[1] if self.last is not None and self.last[0] == str(path) else None
 
     def note(self, path: Path, step: int) -> None:
-        """A checkpoint was written: delete those of earlier steps, except for the last ones."""
+        """A checkpoint was written: delete earlier ones, except for the last ones, and set later ones aside.
+
+        Later ones belong to a run that was given up: it was resumed from an earlier step.
+        """
         self.last = str(path), step
-        earlier = [path for number, path in self._found("save") if number < step and checkpoint_exists(path)]
-        for path in earlier[self.keep - 1 :]:
-            with suppress(FileNotFoundError):
-                shutil.rmtree(path)
+        found = self._found("save")
+        earlier = [path for number, path in found if number < step]
+        kept = [path for path in earlier if checkpoint_exists(path)][: self.keep - 1]
+        self._sweep(_DELETED)
+        for each in earlier:
+            # A process that dies while it deletes leaves no half of a checkpoint; the next save deletes the rest.
+            if each not in kept:
+                each.rename(each.with_name(f"{each.name}{_DELETED}"))
+        self._sweep(_DELETED)
+        if later := [path for number, path in found if number > step]:
+            self._sweep(_ABANDONED)
+            for each in later:
+                log.warning("checkpoint_set_aside path=%s: the run was resumed from an earlier step", each)
+                each.rename(each.with_name(f"{each.name}{_ABANDONED}"))
+
+    def _sweep(self, suffix: str) -> None:
+        for path in self._directory("save").glob(f"step_*{suffix}"):
+            shutil.rmtree(path)
             log.info("checkpoint_deleted path=%s", path)
 
     def state_dict(self) -> dict[str, Any]:
@@ -61,7 +79,7 @@ class Saves:
         path = state.get("path", 0) if isinstance(state, dict) else 0
         if not isinstance(path, str | None):
             raise InvalidInput(f"{state!r:.80} names no checkpoint; expected state_dict() of a loader")
-        self._chosen = None if path is None else Path(path)  # None: nothing was saved
+        self._chosen, self._afresh = None if path is None else Path(path), path is None
 
     def _found(self, verb: str) -> list[tuple[int, Path]]:
         """The directories of steps, the latest first."""

@@ -62,6 +62,7 @@ class RolloutLoader:
                 f"batch_groups is {groups}, but there are {ranks.world_size} ranks: some would get no group; raise it"
             )
         self._adopt(AsyncRolloutLoader(tasks, **options), ranks, None)
+        self.native.size.at_least(ranks.world_size)
 
     def _adopt(self, native: AsyncRolloutLoader, ranks: Ranks, thread: LoopThread | None) -> None:
         self.native = native
@@ -119,6 +120,7 @@ class RolloutLoader:
 
     def stop(self) -> None:
         """End the loop after the current batch; a wait for a batch ends at once. From any thread."""
+        self._ranks.stopping = True
         if self._thread is not None and not self._closed:
             with suppress(RuntimeError):  # closed just now
                 self._thread.loop.call_soon_threadsafe(self.native.stop)
@@ -168,18 +170,33 @@ class RolloutLoader:
     def next_batch(self, batches: Batches) -> Batch | None:
         """The next batch of an iteration; None at its end."""
         native = self.native
-        step = self._ranks.run("batches", lambda: self._call(lambda: native.next_step_of(batches)))
+        step = self._ranks.run("batches", lambda: self._call(lambda: self._next_step(batches)))
         if step is None:
             return None
         self._hook(native.on_generate)
-        if self._ranks.world_size == 1:
-            leased = self._call(lambda: native.next_batch(batches, step), undo=native.take_back)
-            batch = None if leased is None else self._batch(leased, None)
-        else:
+        if self._ranks.world_size > 1:
             batch = self._divided(batches, step)
-        if batch is not None:
+        else:
+            leased = self._lease(batches, step)
+            batch = None if leased is None else self._batch(leased, None)
+        if batch is None:
+            return None
+        try:
             self._hook(native.on_train)
+        except BaseException:
+            if self._ranks.rank == 0:
+                self._call(native.take_back)
+            raise
+        native.hand_out(batches)
         return batch
+
+    async def _next_step(self, batches: Batches) -> int | None:
+        if self._ranks.stopping:
+            self.native.stop()
+        return await self.native.next_step_of(batches)
+
+    def _lease(self, batches: Batches, step: int) -> AsyncBatch | None:
+        return self._call(lambda: self.native.next_batch(batches, step), undo=lambda _: self.native.take_back())
 
     def _hook(self, hook: Hook | None) -> None:
         if hook is not None:
@@ -190,7 +207,7 @@ class RolloutLoader:
         content = {name: getattr(leased, name) for name in BatchContent.__struct_fields__}
         batch = Batch(**content, ranks=self._ranks, lease=Lease(leased.lease, self._thread))
         if groups is not None:
-            batch.groups_by_task = _by_task(groups)
+            batch.groups_by_task, batch.whole = _by_task(groups), False
         return batch
 
     def _divided(self, batches: Batches, step: int) -> Batch | None:
@@ -199,10 +216,10 @@ class RolloutLoader:
 
         def lease() -> list[Any]:
             nonlocal leased
-            leased = self._call(lambda: self.native.next_batch(batches, step), undo=self.native.take_back)
+            leased = self._lease(batches, step)
             if leased is not None and len(leased.groups) < self._ranks.world_size:
                 log.warning("last_groups_left step=%d groups=%d: fewer than ranks", step, len(leased.groups))
-                self._call(leased.nack)
+                self._call(self.native.take_back)
                 leased = None
             if leased is None:
                 return [None] * self._ranks.world_size
@@ -221,6 +238,7 @@ class RolloutLoader:
             task_batch_sizes={},
             task_results={},
             wait_s=0.0,
+            whole=False,
             ranks=self._ranks,
             lease=None,
         )
@@ -230,13 +248,13 @@ class RolloutLoader:
     def update_weights(self, load: Load, step: int | None = None, *, path: str | PathLike[str] | None = None) -> None:
         """See `AsyncRolloutLoader.update_weights`. With several ranks, `load` is called on every one."""
         check_load(load, path)
-        with self._failing_update():
-            if path is not None:
-                update = partial(self.native.update_weights, load, step, path=path)
-                self._ranks.run("update_weights", lambda: self._call(update))
-            else:
-                begin = partial(self.native.begin_update, step)
-                self._load(load, self._ranks.run("update_weights", lambda: self._call(begin)))
+        if path is not None:
+            update = partial(self.native.update_weights, load, step, path=path)
+            self._ranks.run("update_weights", lambda: self._call(update))
+            return
+        with self._failing_update() as by:
+            begin = partial(self.native.begin_update, step, by)
+            self._load(load, self._ranks.run("update_weights", lambda: self._call(begin)))
 
     def _load(self, load: Load | None, step: int) -> None:
         """Load the weights of a step on every rank, and generate again."""
@@ -250,14 +268,15 @@ class RolloutLoader:
         self._ranks.run("load", lambda: self._call(lambda: self.native.end_update(step)))
 
     @contextmanager
-    def _failing_update(self) -> Iterator[None]:
-        """An error or an interrupt in this block, at any moment, ends an update that has begun as failed."""
+    def _failing_update(self) -> Iterator[object]:
+        """An error or an interrupt in this block, at any moment, ends the update that it has begun as failed."""
+        by = object()
         try:
-            yield
+            yield by
         except BaseException:
             if self._thread is not None:
                 with suppress(RuntimeError):  # closed
-                    self._thread.loop.call_soon_threadsafe(self.native.fail_update)
+                    self._thread.loop.call_soon_threadsafe(self.native.update.failed_by, by)
             raise
 
     def _settled(self, returned: Any) -> None:
@@ -271,8 +290,8 @@ class RolloutLoader:
 
     def resume(self, load: Load | None = None, *, path: str | PathLike[str] | None = None) -> int | None:
         """See `AsyncRolloutLoader.resume`. With several ranks, `load` is called on every one."""
-        with self._failing_update():
-            step = self._ranks.run("resume", lambda: self._call(lambda: self.native.begin_resume(path)))
+        with self._failing_update() as by:
+            step = self._ranks.run("resume", lambda: self._call(lambda: self.native.begin_resume(path, by)))
             if step is not None:
                 self._load(load, step)
         return step
@@ -299,8 +318,10 @@ class RolloutLoader:
             return [evaluated.model_step, evaluated.seconds, encode_groups(evaluated.groups)]
 
         self._hook(self.native.on_generate)
-        sent = self._ranks.run("evaluate", on_rank_0)
-        self._hook(self.native.on_train)
+        try:
+            sent = self._ranks.run("evaluate", on_rank_0)
+        finally:
+            self._hook(self.native.on_train)
         if evaluated is not None:
             return evaluated
         model_step, seconds, groups = sent

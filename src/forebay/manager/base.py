@@ -24,7 +24,7 @@ from forebay.core.aio import in_thread, see_through, uncancelled
 from forebay.core.ledger import Clock, LedgerLine
 from forebay.core.rollout import DRAWABLE, Status
 from forebay.core.validate import checked_integer
-from forebay.errors import BufferClosed, EndOfData, InvalidInput, ProduceError, StorageUnavailable, StoreAhead
+from forebay.errors import BufferClosed, EndOfData, InvalidInput, ProduceError, StorageError, StoreAhead
 from forebay.manager.agreement import Agreed
 from forebay.manager.patience import Patience
 from forebay.manager.results import AsyncBatch, describe_task
@@ -106,7 +106,8 @@ class Manager:
         """Take part in the run, once for each role."""
         new = {role for role in roles if role not in self._joined}
         if new or (batch_size is not None and batch_size != self.run.agreed.terms.batch_size):
-            await self._patiently(lambda: self.run.join(replace(self.run.terms, batch_size=batch_size), **roles))
+            terms = replace(self.run.terms, batch_size=batch_size)
+            await self._patiently(lambda: self.run.join(terms, leased=self.leased_steps, **roles))
             self._joined |= new
 
     def _follow(self) -> None:
@@ -296,7 +297,7 @@ class Manager:
             )
         elif self._consumed is not None and self._consumed.train_step == train_step:
             consumed, self._consumed = self._consumed, None
-            with suppress(StorageUnavailable, BufferClosed):  # the batch is settled when the storage is back
+            with suppress(StorageError, BufferClosed):  # the batch is settled when the storage is back
                 await self.run.change(lambda agreed, progress: progress.undo_consume(consumed))
         self._internals.nudge()
         log.info("step_acknowledged train_step=%d ok=%s", train_step, began)
@@ -373,6 +374,7 @@ class Manager:
         manifest = await self._internals.resume(path, own)
         await self._join(None, trains=True)
         model_step, saved = read_saved(manifest, path, self.progress.weights)
+        await self._internals.expiry.reset_newer(model_step, own)
         gone: set[str] = set()
 
         def restart(agreed: Agreed, progress: ProduceProgress) -> None:
@@ -441,9 +443,9 @@ class Manager:
         """What this manager waits for, by task: missing groups, groups in flight, the oldest of them and its age."""
         try:
             return f"{await self.replay_buffer.explain_wait()}\n{await self._explain_tasks()}"
-        except StorageUnavailable as error:
+        except StorageError as error:
             stages = [line for name, task in self.tasks.items() for line in task.strategy.explain(name)]
-            return "\n".join([f"the storage is unavailable: {error}", self._describe(), *stages])
+            return "\n".join([f"the storage does not answer: {error}", self._describe(), *stages])
 
     async def _explain_tasks(self) -> str:
         summary = await self._internals.summary(self.tasks)
@@ -479,7 +481,7 @@ class Manager:
             if self._joined:
                 await self.run.leave()
         finally:
-            with suppress(StorageUnavailable, BufferClosed):  # the next run then gets these batches again
+            with suppress(StorageError, BufferClosed):  # the next run then gets these batches again
                 for lease in self._leases:
                     await lease.settle_owed()
 

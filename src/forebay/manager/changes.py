@@ -53,6 +53,12 @@ async def change_tasks(manager: Manager, tasks: Sequence[ManagedTask]) -> None:
         await run.begin_epoch(carry_over)
 
 
+async def reopen_task(manager: Manager, name: str) -> None:
+    """A task has more prompts: plan with it again, if its data had ended."""
+    await manager.run.change(lambda agreed, progress: progress.reopen_task(name, leased=manager.leased_steps))
+    manager.run.internals.nudge()
+
+
 async def set_weights(manager: Manager, weights: Mapping[str, float]) -> None:
     """Share the steps that were not handed out by these weights from now on, in all processes of the run."""
     if unknown := set(weights) - manager.tasks.keys():

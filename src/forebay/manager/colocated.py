@@ -119,7 +119,7 @@ class AgentLoopManager(Manager):
             if model_step > agreed.model_step:
                 progress.skipped.clear()
                 agreed.model_step = model_step
-            sizes = progress.plan(batch_size, train_step)
+            sizes = progress.plan(batch_size, train_step, leased=self.leased_steps)
             progress.skip_to(train_step)
             return sizes
 

@@ -202,7 +202,7 @@ class DisaggregatedAgentLoopManager(Manager):
         """The groups of a step by task; it is planned if it was not yet. `skips`: producers continue from it."""
 
         def edit(agreed: Agreed, progress: ProduceProgress) -> dict[str, int]:
-            sizes = progress.plan(batch_size, train_step)
+            sizes = progress.plan(batch_size, train_step, leased=self.leased_steps if skips else None)
             if skips:
                 progress.skip_to(train_step)
             return sizes

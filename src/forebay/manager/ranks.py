@@ -46,7 +46,7 @@ async def divide(run: Run, patiently: Patience, batch: AsyncBatch, world_size: i
     lease = batch.lease
     shards = [lease.shard(rank, world_size) for rank in range(world_size)]
     await run.hand_out(Handout(batch.step, lease.id, run.owner, [lease.uids_of(groups) for groups in shards]))
-    kept = set(map(id, shards[0]))
+    kept, batch.whole = set(map(id, shards[0])), False
     batch.groups_by_task = {
         name: [group for group in groups if id(group) in kept] for name, groups in batch.groups_by_task.items()
     }

@@ -13,6 +13,7 @@ from forebay.buffer.lease import Lease, Request
 from forebay.collate.balance import shard
 from forebay.core.rollout import RolloutState, Status, versioned_tokens
 from forebay.core.staleness import group_staleness
+from forebay.errors import InvalidInput
 from forebay.produce.stats import Figures, mean, quantile
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class BatchContent(msgspec.Struct, kw_only=True, eq=False):
     wait_s: float  # how long the batch was waited for
     group_gen_p50_s: float | None = None  # over all tasks
     group_gen_p99_s: float | None = None
+    whole: bool = True  # False: the part of one rank
 
     @property
     def groups(self) -> list[list[RolloutState]]:
@@ -102,6 +104,7 @@ class BatchContent(msgspec.Struct, kw_only=True, eq=False):
         """
         from forebay.collate import pack  # imported here: a producer does not need it
 
+        self._check_advantages(options.get("advantages"))
         if not self.groups:  # a rank may get none of the last groups
             return []
         micro_batches = pack(self.groups, max_tokens=max_tokens, **options)
@@ -114,8 +117,16 @@ class BatchContent(msgspec.Struct, kw_only=True, eq=False):
         """
         from forebay.collate import pad
 
+        self._check_advantages(options.get("advantages"))
         padded = pad(self.groups, pad_id=pad_id, **options)
         return padded.torch() if _has_torch() else padded
+
+    def _check_advantages(self, kind: Kind | Sequence[float] | None) -> None:
+        if kind == "reinforce_pp" and not self.whole:
+            raise InvalidInput(
+                "advantages='reinforce_pp' needs the rewards of the whole batch, and this is the part of one rank; "
+                "give numbers that the ranks have computed together, or one of 'grpo', 'rloo', 'dr_grpo'"
+            )
 
     @property
     def reward_mean(self) -> float | None:

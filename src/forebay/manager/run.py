@@ -158,7 +158,9 @@ class Run(Among):
                 return result
             self._revision = -1  # whatever the storage has now
 
-    async def join(self, terms: Terms, *, trains: bool = False, produces: bool = False) -> None:
+    async def join(
+        self, terms: Terms, *, trains: bool = False, produces: bool = False, leased: Collection[int] = ()
+    ) -> None:
         """Take part; InvalidConfig, with the difference, if living members have other terms, or another one trains.
 
         A trainer that has died counts as living until its lease ends: it is waited for that long.
@@ -204,7 +206,7 @@ class Run(Among):
                 )
             }
             if terms.batch_size is not None:
-                progress.change_batch_size(terms.batch_size)
+                progress.change_batch_size(terms.batch_size, leased=leased)
             # A trainer that has not asked for a batch yet resumes or loads weights first: producers wait for that.
             agreed.begun = agreed.begun or (trains and terms.batch_size is not None)
             if trains:  # the trainer before may have died in the middle of beginning an epoch
@@ -300,6 +302,18 @@ class Run(Among):
 
         await self.change(edit)
         return found
+
+    async def handed_out_step(self, rank: int, timeout_s: float | None) -> int:
+        """Wait for rank 0 to lease a batch that a rank has not trained on; its step."""
+
+        async def attempt() -> int | None:
+            await self.read()
+            handout = self.agreed.handout
+            if handout is None or handout.owner not in self.owners or rank in handout.trained:
+                return None
+            return handout.train_step
+
+        return await self.internals.until(attempt, "rank 0 to lease a batch", (self.lead,), timeout_s=timeout_s)
 
     async def settle_part(self, lease_id: str, train_step: int, rank: int, *, trained: bool) -> None:
         """A rank has trained on its part, or gives it back. A part that was trained on waits for the others.

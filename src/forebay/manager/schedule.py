@@ -21,15 +21,12 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
 from forebay.core.validate import checked_integer
 from forebay.errors import DamagedData, InvalidConfig, InvalidInput
-
-if TYPE_CHECKING:
-    pass
 
 Credits: TypeAlias = "Mapping[str, Fraction]"
 
@@ -160,23 +157,26 @@ class ProduceProgress:
         """Groups of a task that the steps planned so far, up to this one, have still to get."""
         return sum(step.sizes.get(task_name, 0) for number, step in self.planned.items() if number <= upto)
 
-    def plan(self, batch_size: int, train_step: int) -> dict[str, int]:
-        """The groups of a step by task. Steps before it that were not planned are left out, and cost no credit."""
+    def plan(self, batch_size: int, train_step: int, *, leased: Collection[int] | None = None) -> dict[str, int]:
+        """The groups of a step by task. Steps before it that were not planned are left out, and cost no credit.
+
+        A step that is planned keeps its size. `leased`: the trainer asks for the step, and has these; it gets the size
+        that it asks for, and of the last groups of the data before later steps.
+        """
         if train_step < self.next_consumer_step:
             raise InvalidInput(
                 f"train step {train_step} was already acknowledged; the next one is {self.next_consumer_step}"
             )
+        step = self.planned.get(train_step)
+        if leased is not None and step is not None and step.batch_size != batch_size:
+            del self.planned[train_step]
         if train_step not in self.planned:
             before = self.credits
             sizes = self._allocate(batch_size)
             asked = None if sum(sizes.values()) == batch_size else batch_size
             self.planned[train_step] = PlannedStep(sizes, before, asked)
-        step = self.planned[train_step]
-        if step.batch_size != batch_size:
-            raise InvalidInput(
-                f"step {train_step} is planned with {step.batch_size} groups, but {batch_size} were asked for; use one "
-                "batch size for produce_loop and get_batch"
-            )
+            if leased is not None and self.most and max(self.planned) > train_step:
+                self._plan_again(leased)
         return self.sizes(train_step)
 
     def _allocate(self, batch_size: int) -> dict[str, int]:
@@ -215,6 +215,11 @@ class ProduceProgress:
         self.most[name] = self.consumed.get(name, 0) + left
         self._plan_again(leased)
 
+    def reopen_task(self, name: str, *, leased: Collection[int]) -> None:
+        """A task that was at the end of its data has more."""
+        if self.most.pop(name, None) is not None:
+            self._plan_again(leased)
+
     def change_weights(self, weights: Mapping[str, float], *, leased: Collection[int]) -> None:
         """Plan with these tasks and weights, again for the steps that were not handed out."""
         check_weights(weights)
@@ -234,11 +239,13 @@ class ProduceProgress:
         for number in sorted(again):
             self.plan(again[number], number)
 
-    def shrink(self, train_step: int, sizes: dict[str, int]) -> None:
-        """A planned step has only these groups: the others stay for later steps."""
+    def shrink(self, train_step: int, sizes: dict[str, int], *, leased: Collection[int]) -> None:
+        """A leased step has only these groups: the others are for later steps."""
         step = self.planned.get(train_step)
         if step is not None:
             self.planned[train_step] = PlannedStep(sizes, step.credits_before, step.batch_size)
+            if self.most:
+                self._plan_again({*leased, train_step})
 
     def skip_to(self, train_step: int) -> None:
         """Continue producing from this step: steps before it that were not planned are left out."""
@@ -249,10 +256,13 @@ class ProduceProgress:
         """Whether any step was planned yet."""
         return bool(self.planned) or any(self.consumed.values())
 
-    def change_batch_size(self, batch_size: int) -> None:
-        """From now on steps have this size; if some are planned with another, all are planned again."""
-        if any(step.batch_size != batch_size for step in self.planned.values()):
-            self.forget_planned()
+    def change_batch_size(self, batch_size: int, *, leased: Collection[int]) -> None:
+        """From now on steps have this size; if some are planned with another, all but leased ones are planned again."""
+        kept = {number: step for number, step in self.planned.items() if number in leased}
+        if any(step.batch_size != batch_size for number, step in self.planned.items() if number not in kept):
+            self.credits = self.planned[min(self.planned.keys() - kept.keys())].credits_before
+            self.planned = kept
+            self.producer_future_step = max([self.next_consumer_step, *[number + 1 for number in kept]])
 
     def consume(self, train_step: int) -> Consumed:
         """A step is acknowledged: it, and the steps before it that were left out, are no longer planned."""

@@ -90,8 +90,7 @@ class Works:
         self._internals = internals(buffer)
         self._judge = judge
         self._settings = settings
-        self._partial = settings.enable_partial_rollout
-        self._max_tries = settings.max_tries
+        self._partial, self._max_tries = settings.enable_partial_rollout, settings.max_tries
         self._running: dict[asyncio.Task[None], AgentLoop] = {}
         self._unbegun: dict[asyncio.Task[None], list[RolloutState]] = {}
         self._returning: set[asyncio.Task[None]] = set()
@@ -254,6 +253,7 @@ class Works:
             self._late += waiting
         if failed is not None:
             log.warning("groups_not_returned task=%s groups=%d error=%s", self.task_name, len(self._late), failed)
+            self._internals.nudge()  # a strategy that took them for groups in flight tries again
             raise failed
 
     async def wait(self, timeout_s: float) -> None:

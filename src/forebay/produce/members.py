@@ -31,6 +31,7 @@ from forebay.core.rollout import (
     reset_response,
     versioned_tokens,
 )
+from forebay.core.staleness import is_newer
 from forebay.core.validate import check_group
 from forebay.errors import InvalidGroup, InvalidInput
 from forebay.prompts.sources import independent
@@ -72,23 +73,22 @@ def prepare(
     """The members as issued, which must not be changed, and copies for the agent loop.
 
     `model_step`: the step of the weights that generate now. Tokens of later weights, which were lost when the run was
-    resumed, are not continued. Without partial rollout a member continues only if all of its tokens are from these
+    resumed, are generated again. Without partial rollout a member continues only if all of its tokens are from these
     weights: an outage of the engine interrupted it.
     """
     issued: list[RolloutState] = []
     for samples in _rollouts(group):
-        if all(is_answered(state) for state in samples):
+        lost = model_step is not None and any(is_newer(state, model_step) for state in samples)
+        if all(is_answered(state) for state in samples) and not lost:
             for state in samples:
                 state.status, state.unjudged, state.error_msg = Status.COMPLETED, False, None
             issued += samples
             continue
         state = min(samples, key=lambda sample: sample.segment)
-        continues = len(samples) == 1 and state.status is Status.ABORTED and carries_response(state)
+        continues = len(samples) == 1 and state.status is Status.ABORTED and carries_response(state) and not lost
         if continues and not partial:
             tokens = versioned_tokens(state)
             continues = bool(tokens) and state.version_spans == ((model_step, tokens),)
-        if continues and model_step is not None and any(step > model_step for step, _ in state.version_spans):
-            continues = False
         if not continues and not is_as_issued(state):
             prompt = state.issued
             state = reset_response(state)

@@ -213,6 +213,9 @@ class ProduceStrategy:
             nonlocal started
             while True:
                 works.check()
+                await (
+                    works.bring_back()
+                )  # a pause may have failed to: they count as in flight, and nobody generates them
                 skip = works.exhausted and self.settings.budgets.when_exhausted == "skip"
                 summary = await self._summary(task, demand.among)
                 # Computed each time: leased groups may return to the buffer before the batch is complete.

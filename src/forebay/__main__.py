@@ -1,4 +1,4 @@
-"""`python -m forebay.cli`: the command `forebay`."""
+"""`python -m forebay`: the command `forebay`."""
 
 from forebay.cli import main
 
