@@ -754,6 +754,10 @@ def test_partial_rollout_that_would_throw_every_continued_token_away_is_refused(
         AsyncProduceStrategy(ReplayBuffer(), enable_partial_rollout=True)
     AsyncProduceStrategy(ReplayBuffer(), enable_partial_rollout=True, max_staleness=1)
     AsyncProduceStrategy(ReplayBuffer(), enable_partial_rollout=True, sync_weights_interval=2)
+    tokens: dict[str, Any] = {"enable_partial_rollout": True, "max_staleness": 2, "max_token_staleness": 0}
+    with pytest.raises(InvalidConfig, match="raise max_token_staleness"):
+        AsyncProduceStrategy(ReplayBuffer(), **tokens)
+    AsyncProduceStrategy(ReplayBuffer(), **tokens, sync_weights_interval=2)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from forebay import AsyncReplayBufferConfig, AsyncRolloutLoader, InvalidConfig, InvalidInput, WaitTimeout
+from forebay.buffer.internal import internals
 from tests.loader.plane import Engine, ids, task
 from tests.storage.postgres_server import dsn, new_name
 
@@ -26,10 +27,10 @@ async def producing(loader: AsyncRolloutLoader) -> AsyncIterator[None]:
         await running
 
 
-def producer(url: str, batch_groups: int = 4) -> AsyncRolloutLoader:
+def producer(url: str, batch_groups: int = 4, lease_s: float | None = None) -> AsyncRolloutLoader:
     tasks = [task(Engine(0), "math", weight=3.0), task(Engine(0), "code")]
     ages: dict[str, Any] = {"max_staleness": 2, "max_token_staleness": 1, "sync_weights_interval": 2}
-    storage = AsyncReplayBufferConfig(storage=url, max_groups=64, keep_trained=3)
+    storage = AsyncReplayBufferConfig(storage=url, max_groups=64, keep_trained=3, lease_s=lease_s)
     return AsyncRolloutLoader(tasks, batch_groups=batch_groups, storage=storage, progress=None, **ages)
 
 
@@ -103,6 +104,14 @@ async def test_a_trainer_may_come_before_its_producers() -> None:
     async with producer(url) as there, producing(there), await connecting as trainer:
         assert (trainer.buffer.max_groups, set(trainer.tasks)) == (64, {"math", "code"})
         assert len((await anext(trainer.batches(1))).groups) == 4
+
+
+async def test_a_trainer_keeps_its_groups_as_long_as_the_producers_do() -> None:
+    url = f"{dsn()}#{new_name()}"
+    async with producer(url, lease_s=17.0) as there, producing(there):
+        for given, expected in ((None, 17.0), (9.0, 9.0)):
+            async with await AsyncRolloutLoader.connect(url, timeout_s=60, lease_s=given, progress=None) as trainer:
+                assert internals(trainer.buffer).session.lease_s == expected
 
 
 async def test_connect_says_what_is_missing() -> None:

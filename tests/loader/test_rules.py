@@ -757,6 +757,22 @@ async def test_the_mean_reward_of_a_batch_is_that_of_its_samples() -> None:
 
 
 @simulated
+async def test_a_rollout_of_several_segments_counts_once_in_the_mean_reward() -> None:
+    class Segments(AgentLoop):
+        async def generate(self, state: RolloutState, *, enable_partial_rollout: bool) -> list[RolloutState]:
+            number = state.rollout_id or 0
+            states = [state.__copy__() for _ in range(1 + number)]
+            for state in states:
+                state.response_ids, state.status = [1], Status.COMPLETED
+            return states
+
+    chosen = task(Segments(), reward=lambda state: float(state.rollout_id or 0), group_size=2)
+    async with loader_of(None, tasks=chosen, batch_groups=1) as loader:
+        batch = await anext(loader.batches(1))
+        assert ([len(group) for group in batch.groups], batch.reward_mean) == ([3], 0.5)
+
+
+@simulated
 async def test_a_function_that_fills_in_nothing_is_told_so() -> None:
     async def nothing(state: RolloutState) -> None: ...
 

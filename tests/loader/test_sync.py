@@ -212,6 +212,24 @@ def test_an_update_and_a_save_acknowledge_the_batches_up_to_their_step(mode: str
         assert (line(loader)["trained"], line(loader)["leased"]) == (8, 4)
 
 
+@pytest.mark.parametrize("how", ["ack", "update", "save"])
+def test_a_later_step_that_is_acknowledged_passes_over_one_that_was_given_back(how: str, tmp_path: Path) -> None:
+    with make(mode="ahead", max_staleness=3, checkpoints=tmp_path) as loader:
+        batches = loader.batches(1, ahead=3)
+        first, second, third = (next(batches) for _ in range(3))
+        second.nack()
+        if how == "ack":
+            first.ack()
+            third.ack()
+        elif how == "update":
+            loader.update_weights(no_load, 3)
+        else:
+            loader.save(3)
+        assert (line(loader)["trained"], loader.next_step) == (8, 4)
+        again = next(batches)
+        assert (again.step, ids(again)) == (4, ids(second))  # its groups are not lost
+
+
 @each_mode
 @pytest.mark.parametrize("how", ["break", "exception"])
 def test_a_batch_that_was_left_is_handed_out_again_by_the_next_call(mode: str, how: str) -> None:

@@ -498,6 +498,7 @@ class World:
         self.sqlite, self.ahead = chance.random() < 0.1, chance.random() < 0.5
         self.interval, max_staleness = chance.choice((1, 1, 2)), chance.choice((0, 1, 2, 3, 3))
         partial = (max_staleness + 1) * self.interval > 1 and chance.random() < 0.8
+        least = int(partial and self.interval == 1)  # tokens that are continued may be as old
         judged = chance.choice(("not", "by sample", "by group"))
         self.engine = Engine(chance, group_size, partial)
         self.seen = self.engine.seen
@@ -505,7 +506,7 @@ class World:
             "over_sample_threshold": chance.choice((0.0, 1.0, 1.0)),
             "enable_partial_rollout": partial,
             "max_staleness": max_staleness,
-            "max_token_staleness": max(0, max_staleness - 1) if chance.random() < 0.6 else None,
+            "max_token_staleness": max(least, max_staleness - 1) if chance.random() < 0.6 else None,
             "sync_weights_interval": self.interval,
             "tail_batch_trigger_size": chance.choice((-1, 0, 0, 2)),
             "reward_fn": self.reward if judged == "by sample" else None,

@@ -90,12 +90,13 @@ async def _buffer(store: str, deadline: Deadline, lease_s: float | None) -> Repl
     storage = build_storage(store)
     if not storage.shared:
         raise InvalidConfig(f"{store!r} belongs to one process; expected a PostgreSQL URL or the name of a Ray buffer")
-    while (settings := await storage.present_settings()) is None:  # type: ignore[attr-defined]
+    while (present := await storage.present_settings()) is None:  # type: ignore[attr-defined]
         if (deadline.left_s() or 0.0) <= 0:
             raise WaitTimeout(
                 "a producer to begin", deadline.timeout_s or 0.0, f"nobody has {store.partition('@')[2]!r} open"
             )
         await asyncio.sleep(_LOOK_S)
+    settings, present_lease_s = present
     return ReplayBuffer(
         _PresentPolicy(settings.order),
         storage,
@@ -103,7 +104,7 @@ async def _buffer(store: str, deadline: Deadline, lease_s: float | None) -> Repl
         max_bytes=settings.max_bytes,
         expect_group_bytes=settings.expect_group_bytes,
         keep_trained=settings.keep_trained,
-        lease_s=lease_s,
+        lease_s=lease_s or present_lease_s,
     )
 
 

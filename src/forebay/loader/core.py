@@ -149,7 +149,7 @@ class AsyncRolloutLoader:
 
         Tasks, batch size, ages and limits are those of the producers, which are waited for. `rank`, `world_size`: of
         trainers in several processes; each gets its part, and rank 0 updates weights and saves. `lease_s`: how long
-        this process keeps its groups without a heartbeat (60). The rest are `LoaderOptions`.
+        this process keeps its groups without a heartbeat (as the producers). The rest are `LoaderOptions`.
         """
         from forebay.loader.connect import connect  # here: it imports this module
 
@@ -250,7 +250,7 @@ class AsyncRolloutLoader:
         await self._held.give_back_pending()
         if batches.ahead == 1:
             await self._held.acknowledge()
-        step = None if self._stop.requested else batches.next_step()
+        step = None if self._stop.requested else batches.next_step(self.next_step)
         if step is not None:
             self._held.refuse_more_than(batches.ahead)
         return step

@@ -115,9 +115,12 @@ class Batches(AsyncIterator[AsyncBatch]):
         self._given = [other for other in self._given if other.step != batch.step] + [batch]
         self.step = max(batch.step + 1, self.step or 1)
 
-    def next_step(self) -> int | None:
-        """The first step that was given back, or the one after the last; None at the end."""
-        self._given = [batch for batch in self._given if batch.open or batch.returned]
+    def next_step(self, first: int) -> int | None:
+        """The first step that was given back, or the one after the last; None at the end.
+
+        `first`: the first step that was not acknowledged. Steps before it are over, also those that were given back.
+        """
+        self._given = [batch for batch in self._given if batch.open or (batch.returned and batch.step >= first)]
         returned = [batch.step for batch in self._given if batch.returned]
         step = min(returned) if returned else self.step
         return None if self.end is not None and step is not None and step > self.end else step

@@ -67,7 +67,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     raw_rewards_sum: float  # of all that was judged, before filtering
     raw_rewards_count: int
     raw_reward_mean: float | None
-    reward_mean: float | None  # of the samples of this batch
+    reward_mean: float | None  # of the rollouts of this batch
     response_tokens_mean: float | None
     staleness_mean: float | None  # of the groups of this batch, for its train step
     staleness_max: int | None
@@ -130,7 +130,7 @@ class BatchContent(msgspec.Struct, kw_only=True, eq=False):
 
     @property
     def reward_mean(self) -> float | None:
-        """Mean reward of the samples of this batch; None if they have none."""
+        """Mean reward of the rollouts of this batch, each counted once; None if they have none."""
         return mean(_scores(self.groups))
 
     def total(self, name: str) -> float:
@@ -219,8 +219,13 @@ class BatchRequest(Request[AsyncBatch]):
 
 
 def _scores(groups: Sequence[Sequence[RolloutState]]) -> list[float]:
-    rewards = [state.reward for group in groups for state in group if state.reward is not None]
-    return [float(reward["score"]) for reward in rewards if reward.get("score") is not None]
+    """The reward of every rollout that has one: that of its last segment."""
+    scores: dict[tuple[int, int | None], float] = {}
+    for number, group in enumerate(groups):
+        for state in sorted(group, key=lambda state: state.segment):
+            if state.reward is not None and state.reward.get("score") is not None:
+                scores[number, state.rollout_id] = float(state.reward["score"])
+    return list(scores.values())
 
 
 def describe_task(

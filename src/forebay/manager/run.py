@@ -242,10 +242,16 @@ class Run(Among):
 
         async def attempt() -> bool | None:
             await self.read()
-            others = [owner for owner, each in self.agreed.members.items() if each.trains and owner in self.owners]
-            return None if any(owner != self.owner for owner in others) else True
+            return None if others() else True
+
+        def others() -> list[str]:
+            members = self.agreed.members.items()
+            return [owner for owner, each in members if each.trains and owner in self.owners and owner != self.owner]
 
         lease_s = self.internals.session.lease_s
+        await self.read()
+        if others():
+            log.info("trainer_waits for=%s: it may have died; waiting for at most lease_s=%s", others(), lease_s)
         try:
             await self.internals.until(attempt, "the trainer before to end", (self.lead,), timeout_s=lease_s or 0.0)
         except WaitTimeout:

@@ -139,6 +139,11 @@ class StrategySettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             )
         token = self.max_token_staleness
         token_threshold = None if token is None else stale_threshold(token, sync_weights_interval)
+        if self.enable_partial_rollout and token_threshold == 1:
+            raise InvalidConfig(
+                "enable_partial_rollout with max_token_staleness=0 would throw every continued token away; raise "
+                f"max_token_staleness, or sync_weights_interval (it is {sync_weights_interval})"
+            )
         return Limits(threshold, token_threshold, self.tail_batch_trigger_size >= 0)
 
 

@@ -49,15 +49,14 @@ async def register(step: Step, name: str, owner: str, settings: Settings, lease_
     await connection.execute(RENEW, to_text(owner), lease_s)
 
 
-async def present_settings(connection: Any) -> Settings | None:
-    """The settings that living owners have a buffer open with; None if there is none, or it does not exist."""
+async def present_settings(connection: Any) -> tuple[Settings, float | None] | None:
+    """The settings and the longest `lease_s` of the owners that have a buffer open; None if there are none."""
+    living = f"SELECT count(*) AS number, max(lease_s) AS lease_s FROM owners WHERE {LIVES}"
     try:
-        stored = await connection.fetchval(
-            f"SELECT settings FROM store WHERE EXISTS (SELECT FROM owners WHERE {LIVES})"
-        )
+        found = await connection.fetchrow(f"SELECT settings, lease_s FROM store, ({living}) AS living WHERE number > 0")
     except asyncpg.UndefinedTableError:
         return None
-    return None if stored is None else read_settings(stored)
+    return None if found is None else (read_settings(found["settings"]), found["lease_s"])
 
 
 async def leave(step: Step, owner: str) -> None:

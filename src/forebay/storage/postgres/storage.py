@@ -104,8 +104,8 @@ class PostgresStorage(Storage, CallMemory):
                     await notifier.stop()
                 raise
 
-    async def present_settings(self) -> Settings | None:
-        """The settings that others have this buffer open with; None if nobody has."""
+    async def present_settings(self) -> tuple[Settings, float | None] | None:
+        """The settings and the longest `lease_s` that others have this buffer open with; None if nobody has."""
         connection = await self._connections.connect()
         try:
             return await owners.present_settings(connection)
