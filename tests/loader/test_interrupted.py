@@ -23,7 +23,7 @@ from forebay.testing.simulate import LongTail, SimulatedEngine, SimulatedLoop, r
 from tests.simulation.test_interrupted import History, _no_fsync, account_for_all, quiet
 
 STEPS, BATCH, SAVE_EVERY = 5, 3, 2
-POINTS, SLOW_POINTS = 100, 500  # of each mode
+POINTS, SLOW_POINTS = 50, 500  # of each mode
 
 Groups = list[tuple[str, int]]
 

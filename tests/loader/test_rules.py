@@ -715,7 +715,7 @@ async def test_a_step_is_filled_up_to_a_number_of_tokens(mode: Any) -> None:
 @simulated
 async def test_no_record_is_left_when_steps_are_filled_by_tokens(mode: Any) -> None:
     engine = Engine()
-    for seed in range(40):
+    for seed in range(10):
         chance = random.Random(seed)
         lengths = [chance.randrange(1, 40) for _ in range(37)]
 
