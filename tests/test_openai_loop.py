@@ -16,7 +16,7 @@ import pytest
 
 from forebay import OpenAIAgentLoop, RolloutState, SampleParams, Status
 from forebay.agent_loop.completion import EventReader, Interrupted, WrongAnswer, read_piece
-from forebay.agent_loop.openai import _delay_s
+from forebay.agent_loop.http import _delay_s
 from forebay.engines import VLLMControl
 from forebay.errors import EngineError, EngineUnavailable, InvalidConfig, InvalidInput
 from tests.openai_server import CompletionServer, Script, answer_to, logprob_of, text_of
