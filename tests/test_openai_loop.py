@@ -519,7 +519,7 @@ async def test_a_transient_failure_costs_no_token(
             == request.body["prompt"] + ANSWER[BUDGET - request.body["max_tokens"] :][: request.sent]
         )
         assert later.body["max_tokens"] == request.body["max_tokens"] - request.sent
-    retried = [record.getMessage() for record in caplog.records if record.name == "forebay.agent_loop.openai"]
+    retried = [record.getMessage() for record in caplog.records if record.name == "forebay.agent_loop.http"]
     outages = [record.getMessage() for record in caplog.records if record.name == "forebay.agent_loop.outage"]
     if trouble in _AWAY:
         assert retried == []
@@ -629,7 +629,7 @@ async def test_retry_after_delays_the_next_attempt(server: CompletionServer, mon
         delays.append(_delay_s(*arguments))
         return delays[-1]
 
-    monkeypatch.setattr("forebay.agent_loop.openai._delay_s", recorded)
+    monkeypatch.setattr("forebay.agent_loop.http._delay_s", recorded)
     server.scripts.append(Script(status=429, headers=(("Retry-After", "0.05"),), body=b"busy"))
     async with loop_for(server) as loop:
         await answered(loop, sample())
@@ -646,7 +646,7 @@ async def test_a_retry_after_that_is_not_a_number_is_ignored(server: CompletionS
 async def test_a_stream_that_stays_open_after_its_last_token_is_not_waited_for(
     server: CompletionServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("forebay.agent_loop.openai._DRAIN_S", 0.01)
+    monkeypatch.setattr("forebay.agent_loop.endpoint._DRAIN_S", 0.01)
     server.scripts.append(Script(hold_end=True))
     async with loop_for(server) as loop:
         assert holds(await answered(loop, sample()), ANSWER)

@@ -36,7 +36,9 @@ ReadPiece = Callable[[bytes, bool], Piece | None]
 class Wire(Protocol):
     """The protocol of a server: what is sent, and how the answer is read."""
 
-    path: str
+    @property
+    def path(self) -> str:
+        """Added to the URL of a server."""
 
     def body(self, answer: Answer) -> dict[str, Any]:
         """The fields of a request for the rest of an answer."""

@@ -157,6 +157,15 @@ class ServerMonitor:
         """A control has loaded the weights of this step into this process."""
         self.model_step, self._expected, self._doubt, self._explicit = model_step, process, None, True
 
+    def expect(self, model_step: int, reason: str) -> None:
+        """The weights of this step are the current ones, and the server has yet to load them."""
+        self.model_step, self._doubt, self._explicit = model_step, reason, True
+
+    @property
+    def doubts(self) -> str | None:
+        """Why the weights have to be loaded before any token of the server counts; None if they do not."""
+        return self._doubt
+
     @property
     def doubted(self) -> bool:
         """Whether the weights have to be loaded before any token of the server counts."""

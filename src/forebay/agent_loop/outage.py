@@ -163,9 +163,10 @@ class Outage:
                 self._logged = True
                 if self.on_change is not None:
                     self.on_change()
+                end = "requests wait, for down_timeout_s={:g} at most" if left_s is not None else "others work"
                 log.warning(
-                    "engine_away engine=%s reason=%s: requests wait, for down_timeout_s=%g at most",
-                    self.name, self._reason, self.down_timeout_s,
+                    "engine_away engine=%s reason=%s: %s",
+                    self.name, self._reason, end.format(self.down_timeout_s),
                 )  # fmt: skip
             if probe is None:
                 self._allow_probe()

@@ -55,7 +55,7 @@ class Router:
             return self.servers[0]
         for server in self.servers:
             if not server.usable:
-                self.leave(server, server.gone or "it may not have the current weights")
+                self.leave(server, server.gone or server.monitor.doubts or "")
         usable = [server for server in self.servers if server.usable]
         if not usable:
             return None
@@ -103,7 +103,7 @@ class Router:
         log.warning("server_lost url=%s: its weights have to be pushed again", server.root)
 
     async def check_any(self) -> None:
-        """Return if a server can be used; else Unreachable, or EngineRestarted if none will be until weights are pushed."""
+        """Return if a server can be used; else Unreachable, or EngineRestarted if only new weights can change that."""
         if any(server.usable for server in self.servers):
             return
         reasons = "; ".join(f"{server.root}: {server.gone}" for server in self.servers)

@@ -2,5 +2,6 @@
 
 from forebay.engines.control import EngineControl, Producer, WeightUpdate
 from forebay.engines.servers import SGLangControl, VLLMControl
+from forebay.engines.several import EngineControls
 
-__all__ = ["EngineControl", "Producer", "SGLangControl", "VLLMControl", "WeightUpdate"]
+__all__ = ["EngineControl", "EngineControls", "Producer", "SGLangControl", "VLLMControl", "WeightUpdate"]

@@ -61,6 +61,7 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     checked: int  # tensors of the server that changed exactly as their files did
     unchecked: int  # tensors of the files that the server lists under no known name
     seconds: float
+    servers: int = 1  # that have the weights
 
 
 class _Loaded(msgspec.Struct, frozen=True):
@@ -115,6 +116,7 @@ class EngineControl(ABC):
         self._loaded: _Loaded | None = None
         self._before: _Loaded | None = None  # the next update is compared with these
         self._step: int | None = None
+        self._due: tuple[Path, int] | None = None  # weights that the server could not take yet, and their step
         self._updating: Outage | None = None  # of the update in progress
         self._stage: tuple[str, float] | None = None  # why the control waits, and since when
         self._held = False  # the server must not generate: its weights may be broken
@@ -218,6 +220,25 @@ class EngineControl(ABC):
         finally:
             self._updating = None
 
+    @property
+    def away(self) -> bool:
+        """Whether an update in progress waits for an unreachable server."""
+        return self._updating is not None and self._updating.away
+
+    @property
+    def behind(self) -> bool:
+        """Whether the server has yet to load weights that it could not take (`postpone`)."""
+        return self._due is not None
+
+    def postpone(self, path: str | PathLike[str], *, model_step: int, reason: str) -> None:
+        """The server could not take these weights; it loads them when it is back, before any of its tokens count.
+
+        Its agent loop triggers that, or the next `update_weights` makes up for it.
+        """
+        self._due = _absolute(path), model_step
+        self.monitor.expect(model_step, f"it has yet to load the weights of step {model_step}: {reason}")
+        self.monitor.reload = self._reload
+
     async def version(self) -> str | None:
         """The version that the server reports for its weights."""
         try:
@@ -289,18 +310,21 @@ class EngineControl(ABC):
             raise
         self._loaded, self._step = _Loaded(started, directory, tensors, checksums), model_step
         self._before = self._loaded
-        self._held = False
+        self._held, self._due = False, None
         await self._release_unless_held()
         self.monitor.set_loaded(model_step, process)
         self.monitor.reload = self._reload
         return counts
 
     async def _reload(self) -> None:
-        """The server restarted: load the same weights again."""
+        """The server restarted, or missed an update: load the current weights."""
         async with self._turns():
             loaded, step = self._loaded, self._step
             if not self.monitor.doubted:
                 return  # an update came first
+            if self._due is not None:
+                await self._catch_up(*self._due)
+                return
             if self.monitor.model_step != step:
                 raise EngineError(f"the control has loaded step {step}, but step {self.monitor.model_step} is needed")
             assert loaded is not None, "only a control that has loaded weights loads them again"
@@ -317,6 +341,19 @@ class EngineControl(ABC):
                     raise
                 raise EngineGone(f"{self.url} went away while its weights were loaded again: {error}") from error
             log.warning("weights_loaded_again url=%s model_step=%d", self.url, step)
+
+    async def _catch_up(self, directory: Path, step: int) -> None:
+        """Load weights that were postponed."""
+        tensors = await in_thread(lambda: read_weights(directory)) if self.verify else {}
+        process: Process | None = None
+        try:
+            process = await self._reachable(self.monitor.find_start())
+            await self._update(directory, tensors, step, process, None)
+        except EngineError as error:
+            if not await self._is_away(error, process):
+                raise
+            raise EngineGone(f"{self.url} went away while it loaded the weights of step {step}: {error}") from error
+        log.warning("weights_loaded_late url=%s model_step=%d", self.url, step)
 
     def _check(self, baseline: _Loaded | None, tensors: Mapping[str, Tensor], checksums: Checksums) -> tuple[int, int]:
         if baseline is not None:
