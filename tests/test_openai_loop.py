@@ -922,7 +922,7 @@ def test_errors_are_read_in_every_form_that_servers_use() -> None:
 
 async def test_text_that_was_held_back_may_arrive_without_ids(loop: OpenAIAgentLoop, server: CompletionServer) -> None:
     piece = read_piece(b'{"choices": [{"text": "tail", "token_ids": [], "finish_reason": "stop"}]}', begun=True)
-    assert piece == ([], [], "tail", "stop", ())
+    assert piece == ([], [], "tail", "stop", (), None)
     server.usual = Script(plain=True, body=b'{"choices": [{"text": "tail", "token_ids": [], "finish_reason": "stop"}]}')
     state = await answered(loop, begun(1), partial=True)
     assert (state.status, state.response) == (Status.COMPLETED, text_of(ANSWER[0]) + "tail")

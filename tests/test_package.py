@@ -38,6 +38,7 @@ _LAZY = {
     "OpenAIAgentLoop": "httpx",
     "PandasStorage": "pandas",
     "PostgresStorage": "asyncpg",
+    "SGLangGenerateLoop": "httpx",
     "SQLiteStorage": "sqlite3",
 }
 _EXTRAS = {"httpx": "http", "pandas": "pandas", "asyncpg": "postgres"}

@@ -130,8 +130,8 @@ async def test_a_later_turn_goes_to_the_server_of_the_rollout(weights: Weights) 
                 group[0].status = Status.INIT
                 group[0].sample_params = SampleParams(max_tokens=length(group[0]) + 20)
         assert length(first[0]) == length(second[0]) == 60
-        for group in (1, 2):
-            assert sum(group in prompts_at(server) for server in servers) == 1
+        for number in (1, 2):
+            assert sum(number in prompts_at(server) for server in servers) == 1
 
 
 async def test_a_server_that_is_away_leaves_and_returns(weights: Weights, caplog: pytest.LogCaptureFixture) -> None:

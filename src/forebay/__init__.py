@@ -3,8 +3,8 @@
 It connects inference engines with the trainer, and owns every prompt from the moment it is drawn until the trainer has
 confirmed that it trained on it. Start with `RolloutLoader` and `Task`; `forebay.collate` makes tensors of a batch. The
 parts below them (buffer, samplers, agent loops, strategies, managers) are here, too. `OpenAIAgentLoop`,
-`SQLiteStorage`, `PostgresStorage` and `PandasStorage` are imported on first use, so that `import forebay` needs no
-optional dependency. All public names of `errors`, `loader`, `manager` and `produce` are exported here.
+`SGLangGenerateLoop`, `SQLiteStorage`, `PostgresStorage` and `PandasStorage` are imported on first use, so that `import
+forebay` needs no optional dependency. All public names of `errors`, `loader`, `manager` and `produce` are exported here.
 """
 
 import typing as _typing
@@ -50,6 +50,7 @@ from forebay.storage.local.memory import MemoryStorage
 
 if _typing.TYPE_CHECKING:
     from forebay.agent_loop.openai import OpenAIAgentLoop as OpenAIAgentLoop
+    from forebay.agent_loop.sglang import SGLangGenerateLoop as SGLangGenerateLoop
     from forebay.storage.local.pandas import PandasStorage as PandasStorage
     from forebay.storage.postgres import PostgresStorage as PostgresStorage
     from forebay.storage.sqlite import SQLiteStorage as SQLiteStorage
@@ -60,6 +61,7 @@ else:
             "OpenAIAgentLoop": "forebay.agent_loop.openai",
             "PandasStorage": "forebay.storage.local.pandas",
             "PostgresStorage": "forebay.storage.postgres",
+            "SGLangGenerateLoop": "forebay.agent_loop.sglang",
             "SQLiteStorage": "forebay.storage.sqlite",
         },
     )

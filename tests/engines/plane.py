@@ -1,9 +1,9 @@
-"""A whole data plane in front of one live server, as a training script would build it, and every sample it stored."""
+"""A whole data plane in front of live servers, as a training script would build it, and every sample it stored."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from msgspec.structs import replace
@@ -19,7 +19,7 @@ from forebay import (
     SampleParams,
     Sampler,
 )
-from forebay.engines import EngineControl
+from forebay.engines import EngineControl, EngineControls
 from tests.engines.servers import MODEL_NAME, Server
 from tests.engines.streams import StreamCounter
 from tests.engines.tiny_model import VOCABULARY
@@ -45,13 +45,14 @@ def fresh_samples(members: int, first_rollout: int = 0) -> list[RolloutState]:
 
 @asynccontextmanager
 async def open_loop(
-    server: Server, params: SampleParams, control: EngineControl | None = None
+    servers: Server | Sequence[Server], params: SampleParams, control: EngineControl | EngineControls | None = None
 ) -> AsyncIterator[tuple[OpenAIAgentLoop, StreamCounter]]:
     """An agent loop that never stops at the end-of-text token, and the counter of what is streamed to it."""
     counter = StreamCounter()
+    several = [servers] if isinstance(servers, Server) else servers
     async with counter.client() as client:
         loop = OpenAIAgentLoop(
-            f"{server.url}/v1",
+            [f"{server.url}/v1" for server in several],
             MODEL_NAME,
             sample_params=replace(params, ignore_eos=True),
             vocabulary=VOCABULARY,
@@ -105,11 +106,15 @@ class Plane:
 
 @asynccontextmanager
 async def open_plane(
-    server: Server, *, members: int, max_tokens: int, control: EngineControl | None = None
+    servers: Server | Sequence[Server],
+    *,
+    members: int,
+    max_tokens: int,
+    control: EngineControl | EngineControls | None = None,
 ) -> AsyncIterator[Plane]:
     """Partial rollout, over-issue, batches that may be two weight updates old; the producer is not started."""
     params = SampleParams(max_tokens=max_tokens, temperature=1.0)
-    async with open_loop(server, params, control) as (loop, counter):
+    async with open_loop(servers, params, control) as (loop, counter):
         buffer = AsyncReplayBufferConfig(max_groups=256).build()
         strategy = AsyncProduceStrategy(
             buffer,

@@ -1,6 +1,6 @@
 """How one group is generated: the contract, and the loops that come with Forebay.
 
-`OpenAIAgentLoop` needs the extra `http`, and is imported on first use.
+`OpenAIAgentLoop` and `SGLangGenerateLoop` need the extra `http`, and are imported on first use.
 """
 
 import typing as _typing
@@ -10,7 +10,10 @@ from forebay.core.lazy import lazy_names as _lazy_names
 
 if _typing.TYPE_CHECKING:
     from forebay.agent_loop.openai import OpenAIAgentLoop as OpenAIAgentLoop
+    from forebay.agent_loop.sglang import SGLangGenerateLoop as SGLangGenerateLoop
 else:
-    __getattr__ = _lazy_names(__name__, {"OpenAIAgentLoop": "forebay.agent_loop.openai"})
+    __getattr__ = _lazy_names(
+        __name__, {"OpenAIAgentLoop": "forebay.agent_loop.openai", "SGLangGenerateLoop": "forebay.agent_loop.sglang"}
+    )
 
 __all__ = ["AgentLoop", "FunctionAgentLoop"]

@@ -86,6 +86,7 @@ class Piece(NamedTuple):
     text: str
     finish_reason: str | None
     versions: VersionSpans = ()  # of all tokens of this answer so far, if the server reports them
+    version: int | None = None  # which the server said it had when it sent this piece, if it says so in each
 
 
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -97,7 +98,9 @@ class _Logprobs(msgspec.Struct):
     token_logprobs: list[_Logprob | None] | None = None
 
 
-class _WeightVersion(msgspec.Struct):
+class WeightVersion(msgspec.Struct):
+    """A run of tokens and the version of the weights that generated it."""
+
     version: str
     start: int
     end: int
@@ -108,11 +111,11 @@ class _Choice(msgspec.Struct):
     token_ids: list[_TokenId] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
-    weight_versions: list[_WeightVersion] | None = None
+    weight_versions: list[WeightVersion] | None = None
 
 
 class _Metadata(msgspec.Struct):
-    weight_versions: list[_WeightVersion] | None = None
+    weight_versions: list[WeightVersion] | None = None
 
 
 class _Message(msgspec.Struct):
@@ -141,7 +144,9 @@ def read_piece(payload: bytes, *, begun: bool) -> Piece | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise Interrupted(f"{len(payload)} bytes that are not JSON") from None
     if message.error is not None or message.object == "error":
-        _raise_reported(message, begun)
+        error = message.error if isinstance(message.error, dict) else {}
+        text = error.get("message", message.message if message.error is None else message.error)
+        raise_reported(error.get("code", message.code), text, begun)
     if not message.choices:
         return None
     choice = message.choices[0]
@@ -164,20 +169,33 @@ def read_piece(payload: bytes, *, begun: bool) -> Piece | None:
             "each token (`logprobs: 1`)"
         )
     reported = choice.weight_versions or (message.metadata and message.metadata.weight_versions)
-    return Piece(ids, logprobs, text, choice.finish_reason, _spans(reported or ()))
+    return Piece(ids, logprobs, text, choice.finish_reason, spans_of(reported or ()))
 
 
-def _spans(reported: Sequence[_WeightVersion]) -> VersionSpans:
-    """The versions that a server reports, if they are model steps without gaps; otherwise none."""
+def spans_of(reported: Sequence[WeightVersion], *, start_step: int | None = None) -> VersionSpans:
+    """The versions that a server reports, if they are model steps without gaps; otherwise none.
+
+    `start_step`: the step of a version that is not a number, which is that of a server as it started.
+    """
     spans: list[tuple[int, int]] = []
     end = 0
     for part in reported:
-        if not (part.version.isascii() and part.version.isdigit() and len(part.version) < 19 and end == part.start):
+        step = step_of(part.version, start_step)
+        if step is None or end != part.start:
             return ()
         end = part.end
         if part.end > part.start:
-            spans.append((int(part.version), part.end - part.start))
+            spans.append((step, part.end - part.start))
     return tuple(spans)
+
+
+def step_of(version: str, start_step: int | None = None) -> int | None:
+    """The model step that a version of a server names; `start_step` if it is not a number.
+
+    >>> step_of("12"), step_of("default"), step_of("default", 3)
+    (12, None, 3)
+    """
+    return int(version) if version.isascii() and version.isdigit() and len(version) < 19 else start_step
 
 
 def _ids_in_names(names: list[str]) -> list[int] | None:
@@ -190,10 +208,8 @@ def _ids_in_names(names: list[str]) -> list[int] | None:
     return ids
 
 
-def _raise_reported(message: _Message, begun: bool) -> NoReturn:
-    error = message.error if isinstance(message.error, dict) else {}
-    code = error.get("code", message.code)
-    text = error.get("message", message.message if message.error is None else message.error)
+def raise_reported(code: object, text: object, begun: bool) -> NoReturn:
+    """Raise the error that a server reports inside an answer. `begun`: see `read_piece`."""
     if begun or not isinstance(code, int) or code in TRANSIENT_STATUSES:
         raise Interrupted(f"error {code!s:.20} in the answer", detail=f": {text!s:.200}")
     raise WrongAnswer(f"error {code} in the answer: {text!s:.200}")
@@ -235,6 +251,7 @@ class Answer:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._reported: VersionSpans = ()  # by the server, for tokens that are not confirmed yet
+        self._said: set[int] = set()  # versions that came with pieces that are not confirmed yet
         self._confirmed = 0  # tokens of known weights; later ones may still be removed
         self._confirmed_texts = 0
         self._versions: VersionSpans | None = state.version_spans  # None: some tokens have no version
@@ -266,9 +283,24 @@ class Answer:
         self.finish_reason = piece.finish_reason
         if piece.versions:
             self._reported = piece.versions
+        if piece.version is not None:
+            self._said.add(piece.version)
 
-    def settle(self, *, known: bool) -> None:
-        """Keep the tokens that were added since the last call, or remove them: their weights are not known."""
+    @property
+    def needs_version(self) -> bool:
+        """Whether the server names versions, and has not said which one each new token has: the answer was cut off."""
+        new = len(self._ids) - self._confirmed
+        return bool(self._said) and sum(run for _, run in self._reported) != new > 0
+
+    def settle(self, *, known: bool, version: int | None = None) -> None:
+        """Keep the tokens that were added since the last call, or remove them: their weights are not known.
+
+        `version`: the version that the server had at the end of an answer that was cut off. Its tokens count if all of
+        its pieces came with this version: nothing changed in between.
+        """
+        if self.needs_version:
+            known = known and self._said == {version}
+            self._reported = tuple((step, len(self._ids) - self._confirmed) for step in self._said)
         if not known:
             del self._ids[self._confirmed :], self._logprobs[self._confirmed :]
             if self._texts is not None:
@@ -280,7 +312,7 @@ class Answer:
                 self._versions = None  # the buffer knows the weights
             else:
                 self._versions += self._reported
-        self._reported = ()
+        self._reported, self._said = (), set()
         self._confirmed = len(self._ids)
         self._confirmed_texts = len(self._texts or ())
 

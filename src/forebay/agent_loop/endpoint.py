@@ -46,6 +46,9 @@ class Wire(Protocol):
     def reader(self) -> ReadPiece:
         """Reads the answer to one request."""
 
+    def step_of(self, version: str) -> int | None:
+        """The model step that a version of a server names; None if it names none."""
+
 
 class Link:
     """The HTTP client of a loop, shared by its servers, and what all requests have in common."""
@@ -225,8 +228,11 @@ class Endpoint:
 
     async def _settle(self, answer: Answer, confirming: asyncio.Task[None], timeout_s: float, vouched: bool) -> bool:
         """Wait for the confirmation; keep the new tokens if they count, else remove them. Also when cancelled."""
+        version: int | None = None
         try:
             await asyncio.wait((confirming,), timeout=timeout_s)
+            if answer.needs_version:
+                version = await self._version_now(timeout_s)
         finally:
             known = vouched and not self.monitor.doubted
             if confirming.done() and not confirming.cancelled():
@@ -234,8 +240,17 @@ class Endpoint:
                 unanswered = isinstance(error, Unreachable) and not isinstance(error, AnotherProcess)
                 known = error is None or (unanswered and known)
             confirming.cancel()
-            answer.settle(known=known)
+            answer.settle(known=known, version=version)
         return known
+
+    async def _version_now(self, timeout_s: float) -> int | None:
+        """The step of the weights that the server has; of a dead server, of those that its control loaded last."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                version = await self.monitor.version()
+        except (Unreachable, TimeoutError):
+            return self.monitor.loaded_step
+        return None if version is None else self._wire.step_of(version)
 
     async def _receive(self, response: httpx.Response, answer: Answer) -> None:
         if response.headers.get("content-encoding", "identity").lower() != "identity":

@@ -20,9 +20,9 @@ import httpx
 import msgspec
 
 from forebay.agent_loop.base import AgentLoop, done_or_paused
-from forebay.agent_loop.completion import Answer, Interrupted, WrongAnswer, merged
+from forebay.agent_loop.completion import Answer, Interrupted, WrongAnswer, merged, step_of
 from forebay.agent_loop.endpoint import Endpoint, Link, ReadPiece
-from forebay.agent_loop.monitor import Engine, ServerMonitor, Unreachable
+from forebay.agent_loop.monitor import Engine, Engines, ServerMonitor, Unreachable
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S, Outage
 from forebay.agent_loop.routing import Router
 from forebay.agent_loop.server import authorization, checked_url, same_server
@@ -62,7 +62,7 @@ class HTTPAgentLoop(AgentLoop):
         extra_body: Mapping[str, Any] | None = None,
         max_response_bytes: int = 16 * 2**20,
         vocabulary: int | None = None,
-        engine: Engine | None = None,
+        engine: Engine | Engines | None = None,
         trust_restarts: bool = False,
         client: httpx.AsyncClient | None = None,
     ) -> None:
@@ -95,7 +95,7 @@ class HTTPAgentLoop(AgentLoop):
             secure=any(url.startswith("https:") for url in urls),
         )
         self._engine = engine
-        engines = _matched(urls, engine)
+        engines = _matched(urls, engine, while_running=self.takes_weights_while_running)
         self._router = Router(
             [
                 Endpoint(
@@ -127,6 +127,10 @@ class HTTPAgentLoop(AgentLoop):
     @abstractmethod
     def reader(self) -> ReadPiece:
         """Reads the answer to one request."""
+
+    def step_of(self, version: str) -> int | None:
+        """The model step that a version of a server names; None if it names none."""
+        return step_of(version)
 
     async def close(self) -> None:
         """Close the connections, when no request is in progress. The loop can be used again, on any event loop."""
@@ -267,7 +271,7 @@ def _checked_urls(base_url: str | Sequence[str]) -> list[str]:
     return urls
 
 
-def _matched(urls: Sequence[str], engine: Engine | None) -> list[Engine | None]:
+def _matched(urls: Sequence[str], engine: Engine | Engines | None, *, while_running: bool) -> list[Engine | None]:
     """The control of each server."""
     if engine is None:
         return [None] * len(urls)
@@ -275,6 +279,11 @@ def _matched(urls: Sequence[str], engine: Engine | None) -> list[Engine | None]:
     for control in controls:
         if not isinstance(getattr(control, "monitor", None), ServerMonitor):
             raise InvalidConfig(f"engine is {engine!r:.80}; expected a control of forebay.engines, or None")
+        if getattr(control, "while_running", False) != while_running:
+            raise InvalidConfig(
+                f"{control!r:.80} has while_running={not while_running}; expected {while_running}: only a loop that "
+                "reads the version of each token, like SGLangGenerateLoop, can take weights while it runs"
+            )
     roots = [url.removesuffix("/v1") for url in urls]
     found = [next((c for c in controls if same_server(c.monitor.url, root)), None) for root in roots]
     if None in found or len(controls) != len(urls):

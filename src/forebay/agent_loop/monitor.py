@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeAlias
 
@@ -78,6 +78,20 @@ class Engine(Protocol):
 
     def explain_wait(self) -> str | None:
         """Why the control waits for the server now, for people; None if it does not."""
+
+
+class Engines(Protocol):
+    """The controls of several servers, for one agent loop: see `forebay.engines`."""
+
+    @property
+    def controls(self) -> Sequence[Engine]:
+        """One for each server."""
+
+    async def idle(self) -> None:
+        """Wait until the servers have stopped our requests."""
+
+    def explain_wait(self) -> str | None:
+        """Why a control waits for its server now, for people; None if none does."""
 
 
 class ServerMonitor:
@@ -160,6 +174,11 @@ class ServerMonitor:
     def expect(self, model_step: int, reason: str) -> None:
         """The weights of this step are the current ones, and the server has yet to load them."""
         self.model_step, self._doubt, self._explicit = model_step, reason, True
+
+    @property
+    def loaded_step(self) -> int | None:
+        """The step that a control has loaded, if no other load has begun since."""
+        return self.model_step if self._explicit and self._doubt is None else None
 
     @property
     def doubts(self) -> str | None:

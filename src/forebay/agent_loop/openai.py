@@ -35,7 +35,7 @@ import httpx
 from forebay.agent_loop.completion import Answer, Piece, read_piece
 from forebay.agent_loop.endpoint import ReadPiece
 from forebay.agent_loop.http import HTTPAgentLoop
-from forebay.agent_loop.monitor import Engine
+from forebay.agent_loop.monitor import Engine, Engines
 from forebay.agent_loop.outage import DOWN_TIMEOUT_S
 from forebay.core.rollout import SampleParams
 from forebay.errors import InvalidConfig
@@ -90,7 +90,7 @@ class OpenAIAgentLoop(HTTPAgentLoop):
         extra_body: Mapping[str, Any] | None = None,
         max_response_bytes: int = 16 * 2**20,
         vocabulary: int | None = None,
-        engine: Engine | None = None,
+        engine: Engine | Engines | None = None,
         trust_restarts: bool = False,
         client: httpx.AsyncClient | None = None,
     ) -> None:

@@ -89,6 +89,9 @@ class EngineControl(ABC):
         await control.update_weights("checkpoints/step_7", model_step=7, manager=manager)
     """
 
+    while_running: bool = False
+    """Whether weights are loaded while requests run: the server interrupts them, and reports each token's version."""
+
     def __init__(
         self,
         url: str,
@@ -289,6 +292,8 @@ class EngineControl(ABC):
             with suppress(EngineError):
                 await self._release_unless_held()
             raise
+        if self.while_running:  # requests that begin now wait for this load
+            self._due, self.monitor.reload = (directory, model_step), self._reload
         self.monitor.doubt("an update of its weights has begun and has not ended")
         try:
             with self._at(f"loads the weights of step {model_step} (load_timeout_s is {self.load_timeout_s:g})"):

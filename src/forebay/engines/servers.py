@@ -130,9 +130,23 @@ class _ModelInfo(msgspec.Struct):
 
 
 class SGLangControl(EngineControl):
-    """Controls an SGLang server. Its scheduler drops the prefix cache only when idle, so `idle` costs that cache."""
+    """Controls an SGLang server. Its scheduler drops the prefix cache only when idle, so `idle` costs that cache.
+
+    `while_running`: weights are loaded while requests run, for `SGLangGenerateLoop`. The server takes its requests back
+    into its queue meanwhile, and continues them with the new weights, on a new cache.
+    """
+
+    def __init__(self, url: str, *, while_running: bool = False, **settings: Any) -> None:
+        super().__init__(url, **settings)
+        self.while_running = bool(while_running)
 
     async def _hold(self) -> None:
+        if self.while_running and self._held:  # not for `idle`
+            path = "/pause_generation"
+            response = await self._post(path, {"mode": "retract"}, timeout_s=self.idle_timeout_s)
+            if not response.is_success:
+                raise self._refused(path, response)
+            return
         # The counts that it publishes leave out a request that has just begun; the scheduler, which drops the cache,
         # knows it. The update itself holds back new requests.
         path, seconds = "/flush_cache", f"{self.idle_timeout_s:g}"
@@ -141,7 +155,11 @@ class SGLangControl(EngineControl):
             raise self._busy()
 
     async def _release(self) -> None:
-        """Nothing to do: the server is held only while it loads."""
+        if self.while_running:  # otherwise the server is held only while it loads
+            path = "/continue_generation"
+            response = await self._post(path, {})
+            if not response.is_success:
+                raise self._refused(path, response)
 
     async def _load_weights(self, directory: Path, version: str) -> None:
         path, body = "/update_weights_from_disk", {"model_path": str(directory), "weight_version": version}
