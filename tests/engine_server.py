@@ -23,7 +23,7 @@ from forebay.core.rollout import RolloutState
 from forebay.engines.weights import server_name
 from tests.openai_server import CompletionServer, Received, Script, text_of
 
-__all__ = ["EngineServer", "save_weights", "wrong_spans"]
+__all__ = ["EngineServer", "GenerateServer", "save_weights", "wrong_spans"]
 
 TENSORS = (
     "model.embed_tokens.weight",
@@ -297,3 +297,90 @@ class EngineServer(CompletionServer):
 
     async def _sglang_weights_checker(self, body: Any) -> Any:
         return {"success": True, "ranks": [{"checksums": {name: d[:16] for name, d in self._checksums().items()}}]}
+
+
+@dataclass
+class GenerateServer(EngineServer):
+    """An SGLang server with `/generate`: it reports the version of each token, and takes weights while requests run."""
+
+    kind: Literal["vllm", "sglang", "anonymous"] = "sglang"
+    generates: str = "/generate"
+    incremental: bool = False  # events hold the new tokens only
+    between: Callable[[int], None] | None = None  # called before the n-th token of a request
+
+    @property
+    def running(self) -> int:
+        return 0 if self.paused else super().running  # a pause takes requests back into the queue
+
+    async def whole(self, request: Received, script: Script) -> dict[str, Any]:
+        events = [json.loads(event[len("data: ") :]) async for event in self._stream(request, script) if b"{" in event]
+        answer: dict[str, Any] = events[-1]
+        return answer
+
+    async def _stream(self, request: Received, script: Script) -> AsyncIterator[bytes]:
+        prompt = request.body["input_ids"]
+        asked = request.body["sampling_params"].get("max_new_tokens", 128)
+        ids: list[int] = []
+        entries: list[tuple[float, int, None]] = []
+        versions: list[str] = []
+        shown = 0
+        reason = None
+        while reason is None:
+            position = len(ids)
+            if script.hold_after == position:
+                await self.go.wait()
+            if self.between is not None:
+                self.between(position)
+            await asyncio.sleep(script.pause_s)
+            await self._until(lambda: not self.paused)
+            if script.cut_after == position:
+                return
+            if script.report_after == position:
+                error = {"message": "the engine stumbled", "code": script.report_code}
+                yield b"data: " + json.dumps({"error": error}).encode() + b"\n\n"
+                break
+            ids.append((31 * prompt[0] + len(prompt) + position) % 1000)
+            stale = 0.5 if self.cache_of != self._made_of else 0.0
+            entries.append((-float(self.step) - 1 - stale, ids[-1], None))
+            versions.append(self.version)
+            aborted = script.end_after == len(ids)
+            if len(ids) == asked or aborted:
+                reason = {"type": "abort" if aborted else "length"}
+            if reason is None and len(ids) % script.tokens_per_chunk:
+                continue
+            first = shown if self.incremental else 0
+            meta: dict[str, Any] = {
+                "completion_tokens": len(ids),
+                "finish_reason": reason,
+                "output_token_logprobs": entries[first:],
+                "weight_version": self.version,
+            }
+            if reason is not None:
+                meta["weight_versions"] = _runs(versions)
+            event = {"text": "".join(map(text_of, ids[first:])), "output_ids": ids[first:], "meta_info": meta}
+            yield b"data: " + json.dumps(event).encode() + b"\n\n"
+            if aborted:  # as SGLang does, it sends the last token once more
+                event |= {"output_ids": ids[-1:] if self.incremental else ids, "text": "".join(map(text_of, ids))}
+                yield b"data: " + json.dumps(event).encode() + b"\n\n"
+            shown = len(ids)
+            request.sent = shown
+            self._changed.set()
+        yield b"data: [DONE]\n\n"
+
+    async def _sglang_pause_generation(self, body: Any) -> Any:
+        assert body["mode"] == "retract"
+        self.paused = True
+        return {"status": "ok"}
+
+    async def _sglang_continue_generation(self, body: Any) -> Any:
+        self.paused = False
+        return {"status": "ok"}
+
+
+def _runs(versions: list[str]) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = []
+    for position, version in enumerate(versions):
+        if not runs or runs[-1]["version"] != version:
+            runs.append({"version": version, "start": position, "end": position})
+        runs[-1]["end"] = position + 1
+    return runs

@@ -94,6 +94,7 @@ class CompletionServer:
     start: float | None = 1.5  # the published start time of its process; a new value means a new process
     asked: list[str] = field(default_factory=list)  # paths of requests about the server
     port: int = 0
+    generates: str = "/v1/completions"
 
     _server: asyncio.Server | None = None
     _handlers: set[asyncio.Task[None]] = field(default_factory=set)
@@ -148,7 +149,7 @@ class CompletionServer:
         method, path, _ = head[0].split()
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
         body = await reader.readexactly(int(headers.get("content-length", 0)))
-        if (method, path) != ("POST", "/v1/completions"):
+        if (method, path) != ("POST", self.generates):
             self.asked.append(f"{method} {path}")
             status, answer = await self.control(method, path, json.loads(body) if body else None)
             writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(answer)}\r\n\r\n".encode() + answer)
@@ -188,7 +189,7 @@ class CompletionServer:
         if script.silent:
             await asyncio.Event().wait()
         if script.plain or script.body is not None:
-            body = script.body if script.body is not None else json.dumps(_whole(request, script)).encode()
+            body = script.body if script.body is not None else json.dumps(await self.whole(request, script)).encode()
             kind = ("Content-Type", "application/json" if script.plain else "text/plain")
             announced = len(body) if script.body_length is None else script.body_length
             _head(writer, script, kind, *([("Content-Length", str(announced))] if announced >= 0 else []))
@@ -226,6 +227,12 @@ class CompletionServer:
 
     # --- answers --------------------------------------------------------------------------------------
 
+    async def whole(self, request: Received, script: Script) -> dict[str, Any]:
+        """An answer that is not streamed."""
+        ids, reason = _generated(request, script)
+        request.sent = len(ids)
+        return {"object": "text_completion", "choices": [_choice(ids, script, reason)]}
+
     async def _stream(self, request: Received, script: Script) -> AsyncIterator[bytes]:
         ids, reason = _generated(request, script)
         if script.noise:
@@ -258,12 +265,6 @@ def _generated(request: Received, script: Script) -> tuple[list[int], str]:
     asked, stop = request.body.get("max_tokens", 16), request.body.get("stop_token_ids", ())
     ids = answer_to(request.body["prompt"], asked + script.extra_tokens, stop)
     return ids, script.finish_reason or ("stop" if ids[-1] in stop else "length")
-
-
-def _whole(request: Received, script: Script) -> dict[str, Any]:
-    ids, reason = _generated(request, script)
-    request.sent = len(ids)
-    return {"object": "text_completion", "choices": [_choice(ids, script, reason)]}
 
 
 def _choice(ids: list[int], script: Script, reason: str | None) -> dict[str, Any]:

@@ -4,7 +4,7 @@ It connects inference engines with the trainer, and owns every prompt from the m
 confirmed that it trained on it. Start with `RolloutLoader` and `Task`; `forebay.collate` makes tensors of a batch. The
 parts below them (buffer, samplers, agent loops, strategies, managers) are here, too. `OpenAIAgentLoop`,
 `SGLangGenerateLoop`, `SQLiteStorage`, `PostgresStorage` and `PandasStorage` are imported on first use, so that `import
-forebay` needs no optional dependency. All public names of `errors`, `loader`, `manager` and `produce` are exported here.
+forebay` needs no optional dependency. All public names of `errors`, `loader`, `manager` and `produce` are here.
 """
 
 import typing as _typing

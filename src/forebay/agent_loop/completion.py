@@ -144,9 +144,9 @@ def read_piece(payload: bytes, *, begun: bool) -> Piece | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise Interrupted(f"{len(payload)} bytes that are not JSON") from None
     if message.error is not None or message.object == "error":
-        error = message.error if isinstance(message.error, dict) else {}
-        text = error.get("message", message.message if message.error is None else message.error)
-        raise_reported(error.get("code", message.code), text, begun)
+        reported = message.error if isinstance(message.error, dict) else {}
+        said = reported.get("message", message.message if message.error is None else message.error)
+        raise_reported(reported.get("code", message.code), said, begun)
     if not message.choices:
         return None
     choice = message.choices[0]
@@ -168,8 +168,8 @@ def read_piece(payload: bytes, *, begun: bool) -> Piece | None:
             f"{len(ids)} token ids with {len(logprobs)} logprobs in one chunk; the server must send one logprob for "
             "each token (`logprobs: 1`)"
         )
-    reported = choice.weight_versions or (message.metadata and message.metadata.weight_versions)
-    return Piece(ids, logprobs, text, choice.finish_reason, spans_of(reported or ()))
+    versions = choice.weight_versions or (message.metadata and message.metadata.weight_versions)
+    return Piece(ids, logprobs, text, choice.finish_reason, spans_of(versions or ()))
 
 
 def spans_of(reported: Sequence[WeightVersion], *, start_step: int | None = None) -> VersionSpans:

@@ -165,8 +165,8 @@ class _Reader:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise Interrupted(f"{len(payload)} bytes that are not JSON") from None
         if event.error is not None:
-            error = event.error if isinstance(event.error, dict) else {}
-            raise_reported(error.get("code"), error.get("message", event.error), begun)
+            reported = event.error if isinstance(event.error, dict) else {}
+            raise_reported(reported.get("code"), reported.get("message", event.error), begun)
         if event.meta_info is None or event.output_ids is None:
             raise WrongAnswer("the answer has no output_ids or no meta_info; expected /generate of SGLang")
         meta, total = event.meta_info, event.meta_info.completion_tokens
