@@ -324,7 +324,7 @@ def test_a_loader_trains_with_updates_while_requests_run(weights: Weights) -> No
         (lambda: SGLangGenerateLoop("http://a:1", engine=SGLangControl("http://a:1")), "expected True"),
         (
             lambda: OpenAIAgentLoop("http://a:1/v1", "m", engine=SGLangControl("http://a:1", while_running=True)),
-            "False",
+            "expected False",
         ),
         (lambda: SGLangGenerateLoop("http://a:1", extra_body={"sampling_params": {}}), "sets itself"),
     ],

@@ -34,6 +34,7 @@ from forebay.errors import EngineError, EngineRestarted, InvalidConfig, InvalidI
 log = logging.getLogger(__name__)
 
 _MAX_DELAY_S = 30.0
+_MIN_WAIT_S = 0.02
 _MAX_LOSSES = 10  # lost connections in a row without a new token: this request may be what crashes the server
 
 
@@ -116,7 +117,8 @@ class HTTPAgentLoop(AgentLoop):
         self._outage = self._router.servers[0].outage
         if self._router.several:
             name = "each of " + ", ".join(server.root for server in self._router.servers)
-            self._outage = Outage(name, down_timeout_s, first_delay_s=self.backoff_s)
+            # Its probe asks no server, so that a delay of zero would be a busy loop.
+            self._outage = Outage(name, down_timeout_s, first_delay_s=max(self.backoff_s, _MIN_WAIT_S))
         # Jitter keeps processes from retrying in step, so each has a different seed. Results do not depend on it.
         self._random = random.Random(f"{socket.gethostname()} {os.getpid()}")
 
