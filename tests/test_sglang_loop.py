@@ -15,17 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from forebay import (
-    EngineError,
-    InvalidConfig,
-    OpenAIAgentLoop,
-    RolloutLoader,
-    RolloutState,
-    SampleParams,
-    SGLangGenerateLoop,
-    Status,
-    Task,
-)
+from forebay import EngineError, InvalidConfig, OpenAIAgentLoop, RolloutState, SampleParams, SGLangGenerateLoop, Status
 from forebay.agent_loop.outage import Outage
 from forebay.engines import EngineControls, SGLangControl
 from tests.engine_server import GenerateServer, save_weights, wrong_spans
@@ -271,50 +261,6 @@ async def test_g13_a_restarted_server_gets_its_weights_again(server: GenerateSer
         states = await generating
     assert all(state.version_spans == ((1, 200),) and true(state) for state in states)
     assert server.step == 1
-
-
-def test_a_loader_trains_with_updates_while_requests_run(weights: Weights) -> None:
-    """The program of docs/guide/engines.md."""
-    found: list[RolloutState] = []
-
-    async def serve(ready: Callable[[GenerateServer], None], stop: asyncio.Event) -> None:
-        async with GenerateServer(started_with=weights(0)) as server:
-            server.usual = Script(pause_s=0.001)
-            ready(server)
-            await stop.wait()
-
-    import threading
-
-    started, box = threading.Event(), {}
-
-    def run() -> None:
-        async def main() -> None:
-            box["loop"], box["stop"] = asyncio.get_running_loop(), asyncio.Event()
-
-            def ready(server: GenerateServer) -> None:
-                box["server"] = server
-                started.set()
-
-            await serve(ready, box["stop"])
-
-        asyncio.run(main())
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        assert started.wait(HANG_S)
-        control = SGLangControl(box["server"].root, while_running=True)
-        loop = SGLangGenerateLoop(box["server"].root, sample_params=SampleParams(max_tokens=60), engine=control)
-        prompts = [{"prompt": f"question {n}", "prompt_ids": [n, 7]} for n in range(50)]
-        with RolloutLoader(Task("math", prompts, loop, group_size=2), batch_groups=4, max_staleness=2) as loader:
-            for batch in loader.batches(1, 5):
-                found += [state for group in batch.groups for state in group]
-                loader.update_weights(control, path=weights(batch.step))
-    finally:
-        box["loop"].call_soon_threadsafe(box["stop"].set)
-        thread.join()
-    assert len(found) == 40
-    assert wrong_spans([found]) == []
 
 
 @pytest.mark.parametrize(
