@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from forebay import (
     EngineError,
@@ -119,6 +121,37 @@ async def test_one_large_group_does_not_leave_the_other_servers_idle(weights: We
         one, other = sorted(len(server.received) for server in servers)
         assert one + other == 40
         assert other <= one + max(8, one // 2)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["begin", "end", "leave", "return"]), st.integers(0, 5)), max_size=120))
+def test_a_chosen_server_is_usable_and_hardly_more_loaded_than_the_least(moves: list[tuple[str, int]]) -> None:
+    async def play() -> None:
+        loop = OpenAIAgentLoop([f"http://server-{n}:1/v1" for n in range(3)], "policy")
+        router = loop._router
+        running: list[Any] = []
+        for move, number in moves:
+            server = router.servers[number % 3]
+            if move == "begin":
+                state = members(number, 1)[0]
+                usable = [each for each in router.servers if each.usable]
+                least = min((each.in_flight for each in usable), default=0)
+                chosen = router.choose(state)
+                assert (chosen is None) == (not usable)
+                if chosen is not None:
+                    assert chosen.usable
+                    assert chosen.in_flight <= least + max(8, least // 2)
+                    assert router.choose(state) is chosen, "the same rollout again"
+                    chosen.in_flight += 1
+                    running.append(chosen)
+            elif move == "end" and running:
+                running.pop(number % len(running)).in_flight -= 1
+            elif move == "leave":
+                router.leave(server, "a test")
+            elif move == "return":
+                server.gone = None
+        await loop.close()
+
+    asyncio.run(play())
 
 
 async def test_a_later_turn_goes_to_the_server_of_the_rollout(weights: Weights) -> None:
@@ -236,6 +269,14 @@ async def test_all_servers_away_for_down_timeout_s_end_producing(weights: Weight
     async with servers_of(weights) as servers, loop_of(servers, down_timeout_s=0.3) as loop:
         for server in servers:
             await server.kill()
+        with pytest.raises(EngineUnavailable, match="no try was spent"):
+            await loop.generate_group(members(1, 2))
+
+
+async def test_servers_that_answer_questions_but_no_request_end_producing(weights: Weights) -> None:
+    async with servers_of(weights) as servers, loop_of(servers, down_timeout_s=0.5) as loop:
+        for server in servers:
+            server.usual = Script(status=503, body=b"")
         with pytest.raises(EngineUnavailable, match="no try was spent"):
             await loop.generate_group(members(1, 2))
 

@@ -207,7 +207,8 @@ class HTTPAgentLoop(AgentLoop):
             if server is None:
                 await self._wait_for_any()
                 continue
-            self._outage_over()
+            if self._router.several and (failure is None or not failure.away or len(answer) > before):
+                self.outage.over()
             if failure is None:
                 continue
             if answer.complete():
@@ -248,11 +249,6 @@ class HTTPAgentLoop(AgentLoop):
                 raise
             return Interrupted(str(error), away=True)
         return None
-
-    def _outage_over(self) -> None:
-        """With several servers: one of them could be used."""
-        if self._router.several and any(server.usable for server in self._router.servers):
-            self.outage.over()
 
     async def _wait_for_any(self) -> None:
         """Wait until a server can be used. EngineRestarted if all lost their weights, EngineUnavailable in the end."""

@@ -39,7 +39,12 @@ from forebay.core.validate import checked_integer
 from forebay.errors import InvalidConfig
 
 # Our names of sampling parameters, and SGLang's where they differ.
-_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "seed": "sampling_seed"}
+_NAMES = {
+    "max_tokens": "max_new_tokens",
+    "min_tokens": "min_new_tokens",
+    "seed": "sampling_seed",
+    "include_stop_str_in_output": "no_stop_trim",
+}
 
 
 class SGLangGenerateLoop(HTTPAgentLoop):
