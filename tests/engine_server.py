@@ -14,7 +14,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import parse_qs, urlsplit
 
 import numpy as np
@@ -97,7 +97,7 @@ class EngineServer(CompletionServer):
     loads: int = 0  # updates that changed the weights
     snapshots: int = 0
 
-    async def __aenter__(self) -> EngineServer:
+    async def __aenter__(self) -> Self:
         self._start_up()
         return await super().__aenter__()
 

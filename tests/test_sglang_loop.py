@@ -54,7 +54,7 @@ def loop_of(*servers: GenerateServer, max_tokens: int = 20, **settings: Any) -> 
 
 
 def sample(**fields: Any) -> RolloutState:
-    known = {"message": [], "task_name": "t", "group_id": 1, "rollout_id": 1, "prompt_ids": [7, 8]}
+    known: dict[str, Any] = {"message": [], "task_name": "t", "group_id": 1, "rollout_id": 1, "prompt_ids": [7, 8]}
     return RolloutState(**(known | fields))
 
 
@@ -167,7 +167,7 @@ async def test_g13_weights_that_change_in_the_middle_of_an_answer_are_in_its_spa
     server.usual = Script(hold_after=10)
     async with loop_of(server, engine=control) as loop:
         generating = asyncio.create_task(loop.generate(sample(), enable_partial_rollout=False))
-        await server.until(lambda server: server.received and server.received[0].sent == 10)
+        await server.until(lambda server: any(request.sent == 10 for request in server.received))
         await control.update_weights(weights(1), model_step=1)
         server.go.set()
         state = await generating
@@ -205,7 +205,7 @@ async def test_g13_a_pause_keeps_tokens_with_their_versions(server: GenerateServ
     server.usual = Script(hold_after=10)
     async with loop_of(server) as loop:
         generating = asyncio.create_task(loop.generate(sample(), enable_partial_rollout=True))
-        await server.until(lambda server: server.received and server.received[0].sent == 10)
+        await server.until(lambda server: any(request.sent == 10 for request in server.received))
         await asyncio.sleep(0.05)  # for the loop to read them; fewer would be right, too
         await loop.pause()
         state = await generating
